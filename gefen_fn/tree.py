@@ -1,0 +1,126 @@
+"""Trees of tensors: the only file that knows optree.
+
+Every map over gradients, updates or params goes through here, with `None` as a leaf: a parameter without a gradient
+passes each stage as `None`, and its state comes back as the same tensors.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+Tree = Any
+
+
+class StructureError(ValueError):
+    """Trees, names or shapes that should agree do not."""
+
+
+def _flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
+    return optree.tree_flatten(tree, none_is_leaf=True)
+
+
+def _match(spec: optree.PyTreeSpec, tree: Tree) -> list[Any]:
+    try:
+        return spec.flatten_up_to(tree)
+    except (ValueError, TypeError) as error:
+        raise StructureError(
+            f"Trees must have one structure: expected {spec}, got a {type(tree).__name__} that does not fit ({error}). "
+            "Pass updates, state and params in this order, made for the same params."
+        ) from error
+
+
+def tree_leaves(tree: Tree) -> list[Any]:
+    """The leaves in order, `None` included."""
+    return _flatten(tree)[0]
+
+
+def tree_structure(tree: Tree) -> optree.PyTreeSpec:
+    """The tree without its leaves, `None` counted as a leaf."""
+    return _flatten(tree)[1]
+
+
+def tree_unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Tree:
+    """The tree of structure `spec` with these leaves."""
+    return optree.tree_unflatten(spec, leaves)
+
+
+def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree, skip_none: bool = True) -> Tree:
+    """Map `f` over the leaves of `tree`; each of `rest` may hold a whole subtree where `tree` has a leaf.
+
+    Args:
+        f: called as `f(leaf, *subtrees)`.
+        tree: the tree whose structure counts; it comes first because it must be a prefix of the others.
+        *rest: trees that `tree` is a prefix of.
+        skip_none: return `None` for a `None` leaf of `tree` without calling `f`.
+
+    Raises:
+        StructureError: if one of `rest` has another structure.
+    """
+    leaves, spec = _flatten(tree)
+    columns = [_match(spec, r) for r in rest]
+    out = [None if skip_none and x is None else f(x, *others) for x, *others in zip(leaves, *columns, strict=True)]
+    return tree_unflatten(spec, out)
+
+
+def map_update(f: Callable[..., tuple[Any, ...]], updates: Tree, states: tuple[Tree, ...], *others: Tree) -> tuple[Tree, tuple[Tree, ...]]:
+    """Map a leaf's update rule over trees, and un-zip what it returns.
+
+    Args:
+        f: `f(u, *state_leaves, *other_leaves) -> (update, *new_state_leaves)`.
+        updates: the gradients; a `None` leaf is skipped and its state returned as the same tensors.
+        states: the trees of state, one for each value `f` returns after the update.
+        *others: further trees `f` reads, such as params or per-leaf scalars.
+
+    Returns:
+        The tree of updates, and the tuple of new state trees.
+
+    Raises:
+        StructureError: if the trees disagree, or a gradient is not a dense floating-point tensor.
+    """
+    leaves, spec = _flatten(updates)
+    columns = [_match(spec, s) for s in (*states, *others)]
+    for x in leaves:
+        if x is not None:
+            check_floating(x)
+    rows = list(zip(leaves, *columns, strict=True))
+    out = [(None, *row[1 : 1 + len(states)]) if row[0] is None else f(*row) for row in rows]
+    trees = [tree_unflatten(spec, column) for column in zip(*out, strict=True)] if out else [updates, *states]
+    return trees[0], tuple(trees[1:])
+
+
+def tree_paths(tree: Tree) -> list[str]:
+    """Dotted path of every leaf, `None` leaves included; a dot inside a key is written `%2E`."""
+    accessors = optree.tree_accessors(tree, none_is_leaf=True)
+    return [".".join(path_part(entry) for entry in accessor) for accessor in accessors]
+
+
+def path_part(entry: Any) -> str:
+    """One step of a path: a field name, a key or an index."""
+    name = getattr(entry, "field", None)
+    return str(name if isinstance(name, str) else entry.entry).replace("%", "%25").replace(".", "%2E")
+
+
+def broadcast(value: Any, tree: Tree) -> Tree:
+    """A tree like `tree` that holds `value` at every leaf, or `value` itself if it is already a tree of that structure."""
+    if isinstance(value, (int, float, Tensor)):
+        return tree_map(lambda _: value, tree, skip_none=False)
+    return tree_map(lambda _, v: v, tree, value, skip_none=False)
+
+
+def check_floating(x: Any, like: Tensor | None = None) -> None:
+    """Refuse what no transform can take, before anything changes.
+
+    Raises:
+        StructureError: if `x` is not a dense real floating-point tensor, or not of `like`'s shape.
+    """
+    if not isinstance(x, Tensor):
+        raise StructureError(f"Leaves must be tensors or None: got {type(x).__name__}. Check the order of the arguments.")
+    if x.layout != torch.strided:
+        raise StructureError(f"Gradients must be dense: got layout {x.layout}. Use sparse=False, or `.to_dense()`.")
+    if not x.is_floating_point():
+        raise StructureError(f"Leaves must be real floating point: got {x.dtype}. Leave this leaf out or convert it.")
+    if like is not None and x.shape != like.shape:
+        raise StructureError(f"Shapes must agree: got {tuple(x.shape)} for {tuple(like.shape)}. Check the tree's order.")

@@ -1,0 +1,1 @@
+"""Numeric operations on tensors."""
