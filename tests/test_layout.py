@@ -1,0 +1,84 @@
+"""The shape of the house: who may import whom, what is public, and how long a function may be."""
+
+import ast
+import importlib
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {"gefen_kernels": ROOT / "kernels" / "gefen_kernels", "gefen_fn": ROOT / "gefen_fn", "gefen_nn": ROOT / "gefen_nn"}
+MAY_IMPORT = {
+    "gefen_kernels": {"gefen_kernels"},
+    "gefen_fn": {"gefen_kernels", "gefen_fn"},
+    "gefen_nn": {"gefen_kernels", "gefen_fn", "gefen_nn"},
+}
+SOURCES = [(package, path) for package, folder in PACKAGES.items() for path in sorted(folder.glob("*.py"))]
+LONGEST_FUNCTION = 60
+LONGEST_FILE = 400
+
+
+def imported(path: Path) -> list[str]:
+    """Full names of the modules a file imports, wherever in the file the import stands."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
+
+
+def functions(path: Path) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+
+
+source = pytest.mark.parametrize(("package", "path"), SOURCES, ids=[f"{p}/{f.name}" for p, f in SOURCES])
+
+
+@source
+def test_imports_point_one_way(package, path):
+    ours = {name.split(".")[0] for name in imported(path)} & set(PACKAGES)
+    assert ours <= MAY_IMPORT[package]
+
+
+@source
+def test_optree_is_known_to_one_file(package, path):
+    if path != PACKAGES["gefen_fn"] / "tree.py":
+        assert not any(name.split(".")[0] == "optree" for name in imported(path))
+
+
+@source
+def test_kernels_know_no_torch_distributed_and_no_torch_optim(package, path):
+    forbidden = ("torch.distributed", "torch.optim") if package == "gefen_kernels" else ("torch.optim.",)
+    if package != "gefen_nn":
+        assert not any(name.startswith(forbidden) for name in imported(path))
+
+
+@source
+def test_functions_and_files_stay_short(package, path):
+    assert len(path.read_text().splitlines()) <= LONGEST_FILE
+    long = {f.name: f.end_lineno - f.lineno + 1 for f in functions(path) if f.end_lineno - f.lineno >= LONGEST_FUNCTION}
+    assert not long
+
+
+@source
+def test_a_leading_underscore_means_this_file_only(package, path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
+            assert not [alias.name for alias in node.names if alias.name.startswith("_")]
+
+
+def test_the_kernels_folder_is_no_package():
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    spec = importlib.util.find_spec("kernels")
+    assert spec is None or spec.origin is None or not Path(spec.origin).is_relative_to(ROOT)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_resolves_and_is_typed(package):
+    module = importlib.import_module(package)
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)
+    assert (PACKAGES[package] / "py.typed").exists()
