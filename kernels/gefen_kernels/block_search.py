@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -68,7 +69,7 @@ def _variance_drop(rows: Tensor) -> int:
     """Return the proper divisor with the most negative step of `E(p)`, 1 if that is below 8; `rows` is `[R, N]`."""
     candidates = divisors(rows.shape[1])[:-1]
     spread = [_spread(rows, p) for p in candidates]
-    steps = [1e-12, *(b - a for a, b in zip(spread, spread[1:], strict=False))]
+    steps = [1e-12, *(b - a for a, b in pairwise(spread))]
     winner = candidates[steps.index(min(steps))]
     return winner if winner >= _SMALLEST else 1
 

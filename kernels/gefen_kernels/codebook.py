@@ -70,16 +70,22 @@ def default_codebook() -> Tensor:
 
 def _check(histogram: Tensor, levels: int) -> None:
     if levels % 2 or not 4 <= levels <= 256:
-        raise ValueError(f"`levels` must be even and from 4 to 256: got {levels}. Use 256 for uint8 codes, 16 for 4 bits")
+        raise ValueError(
+            f"`levels` must be even and from 4 to 256: got {levels}. Use 256 for uint8 codes, 16 for 4 bits"
+        )
     if histogram.dtype != torch.int64:
-        raise TypeError(f"`histogram` must hold int64 counts: got {histogram.dtype}. Convert it with `.to(torch.int64)`")
+        raise TypeError(
+            f"`histogram` must hold int64 counts: got {histogram.dtype}. Convert it with `.to(torch.int64)`"
+        )
     if histogram.dim() != 1 or histogram.numel() % 2:
         raise ValueError(
             f"`histogram` must have shape [2n], an even number of bins on [-1, 1]: got {tuple(histogram.shape)}. "
             "Use 4096 bins, as `gradient_histogram` does"
         )
     if bool((histogram < 0).any()):
-        raise ValueError(f"counts must be >= 0: got {int(histogram.min())}. Build them by counting, or undo an overflow")
+        raise ValueError(
+            f"counts must be >= 0: got {int(histogram.min())}. Build them by counting, or undo an overflow"
+        )
     if not bool((histogram > 0).any()):
         raise ValueError(
             f"`histogram` must count at least one entry: got {histogram.numel()} empty bins. "
@@ -87,10 +93,15 @@ def _check(histogram: Tensor, levels: int) -> None:
         )
 
 
+def _centres(low: int, high: int) -> Floats:
+    """Return bin centres in units of a bin, exact in fp64."""
+    return np.arange(low, high, dtype=np.float64) + 0.5
+
+
 def _mirrored(counts: Ints, magnitudes: int, zero: bool) -> Floats:
     half = len(counts) // 2
     folded = counts[half:] + counts[:half][::-1]
-    layers = _solve(folded, np.arange(half) + 0.5, magnitudes - 1 - zero, 0.0 if zero else None, half)
+    layers = _solve(folded, _centres(0, half), magnitudes - 1 - zero, 0.0 if zero else None, half)
     found = _levels(layers, len(layers.total) - 1) / half
     found = np.concatenate([np.zeros(int(zero)), found, np.ones(1)])
     padded = np.concatenate([np.full(magnitudes - len(found), found[0]), found])
@@ -99,7 +110,7 @@ def _mirrored(counts: Ints, magnitudes: int, zero: bool) -> Floats:
 
 def _published(counts: Ints, levels: int) -> Floats:
     half = len(counts) // 2
-    layers = _solve(counts, np.arange(len(counts)) + 0.5 - half, levels - 2, -half, half)
+    layers = _solve(counts, _centres(-half, half), levels - 2, -half, half)
     found = _levels(layers, len(layers.total) - 1) / half
     return np.concatenate([-np.ones(1), found, np.ones(levels - 1 - len(found))])
 
@@ -107,7 +118,7 @@ def _published(counts: Ints, levels: int) -> Floats:
 def _two_sided(counts: Ints, levels: int) -> Floats:
     """Both sides pinned at 0 and at their end, the free levels split between them at least cost."""
     half = len(counts) // 2
-    centres = np.arange(half) + 0.5
+    centres = _centres(0, half)
     below = _solve(counts[:half][::-1], centres, levels - 3, 0.0, half)
     above = _solve(counts[half:], centres, levels - 3, 0.0, half)
     most = min(levels - 3, len(below.total) + len(above.total) - 2)
