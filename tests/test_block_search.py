@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+
 from gefen_kernels.block_search import divisors, find_block
 
 

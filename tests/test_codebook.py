@@ -7,6 +7,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
+
 from gefen_kernels.codebook import default_codebook, learn_codebook
 
 FORMS = {
