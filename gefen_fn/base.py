@@ -72,7 +72,9 @@ class MaskedNode(NamedTuple):
     """Stands where `masked` hides a leaf; a tree without leaves."""
 
 
-def stateless(f: Callable[[Updates, Params | None], Updates], expression: str = "stateless(f)") -> GradientTransformation:
+def stateless(
+    f: Callable[[Updates, Params | None], Updates], expression: str = "stateless(f)"
+) -> GradientTransformation:
     """Make a transform of a function of `(updates, params)`.
 
     Args:
@@ -83,7 +85,9 @@ def stateless(f: Callable[[Updates, Params | None], Updates], expression: str = 
     def init(params: Params) -> EmptyState:
         return EmptyState()
 
-    def update(updates: Updates, state: EmptyState, params: Params | None = None, **extra: Any) -> tuple[Updates, EmptyState]:
+    def update(
+        updates: Updates, state: EmptyState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, EmptyState]:
         return f(updates, params), state
 
     return named(expression, init, update)

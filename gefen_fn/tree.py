@@ -65,7 +65,9 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree, skip_none: bool = T
     return tree_unflatten(spec, out)
 
 
-def map_update(f: Callable[..., tuple[Any, ...]], updates: Tree, states: tuple[Tree, ...], *others: Tree) -> tuple[Tree, tuple[Tree, ...]]:
+def map_update(
+    f: Callable[..., tuple[Any, ...]], updates: Tree, states: tuple[Tree, ...], *others: Tree
+) -> tuple[Tree, tuple[Tree, ...]]:
     """Map a leaf's update rule over trees, and un-zip what it returns.
 
     Args:
@@ -104,7 +106,7 @@ def path_part(entry: Any) -> str:
 
 
 def broadcast(value: Any, tree: Tree) -> Tree:
-    """A tree like `tree` that holds `value` at every leaf, or `value` itself if it is already a tree of that structure."""
+    """A tree like `tree` that holds `value` at every leaf; a `value` that is such a tree is returned as it is."""
     if isinstance(value, (int, float, Tensor)):
         return tree_map(lambda _: value, tree, skip_none=False)
     return tree_map(lambda _, v: v, tree, value, skip_none=False)
@@ -117,10 +119,14 @@ def check_floating(x: Any, like: Tensor | None = None) -> None:
         StructureError: if `x` is not a dense real floating-point tensor, or not of `like`'s shape.
     """
     if not isinstance(x, Tensor):
-        raise StructureError(f"Leaves must be tensors or None: got {type(x).__name__}. Check the order of the arguments.")
+        raise StructureError(
+            f"Leaves must be tensors or None: got {type(x).__name__}. Check the order of the arguments."
+        )
     if x.layout != torch.strided:
         raise StructureError(f"Gradients must be dense: got layout {x.layout}. Use sparse=False, or `.to_dense()`.")
     if not x.is_floating_point():
         raise StructureError(f"Leaves must be real floating point: got {x.dtype}. Leave this leaf out or convert it.")
     if like is not None and x.shape != like.shape:
-        raise StructureError(f"Shapes must agree: got {tuple(x.shape)} for {tuple(like.shape)}. Check the tree's order.")
+        raise StructureError(
+            f"Shapes must agree: got {tuple(x.shape)} for {tuple(like.shape)}. Check the tree's order."
+        )

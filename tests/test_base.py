@@ -19,7 +19,9 @@ TREES = {
 @pytest.mark.parametrize("make", TREES.values(), ids=TREES)
 def test_apply_updates_adds_on_any_tree(make):
     out = base.apply_updates(make(torch.ones(3), torch.zeros(2)), make(torch.ones(3), torch.ones(2)))
-    assert [x.tolist() for x in tree.tree_leaves(out)] == [x.tolist() for x in tree.tree_leaves(make(torch.full((3,), 2.0), torch.ones(2)))]
+    assert [x.tolist() for x in tree.tree_leaves(out)] == [
+        x.tolist() for x in tree.tree_leaves(make(torch.full((3,), 2.0), torch.ones(2)))
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

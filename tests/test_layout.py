@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = {"gefen_kernels": ROOT / "kernels" / "gefen_kernels", "gefen_fn": ROOT / "gefen_fn", "gefen_nn": ROOT / "gefen_nn"}
+PACKAGES = {
+    "gefen_kernels": ROOT / "kernels" / "gefen_kernels",
+    "gefen_fn": ROOT / "gefen_fn",
+    "gefen_nn": ROOT / "gefen_nn",
+}
 MAY_IMPORT = {
     "gefen_kernels": {"gefen_kernels"},
     "gefen_fn": {"gefen_kernels", "gefen_fn"},
