@@ -1,0 +1,192 @@
+"""Putting transforms together: in a row, or on parts of the tree."""
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+from gefen_fn.base import GradientTransformation, OptState, Params, Updates, named
+from gefen_fn.scalar import check_state
+from gefen_fn.tree import StructureError, Tree, tree_leaves, tree_map
+
+Mask = Tree | Callable[[Params], Tree]
+Labels = Tree | Callable[[Params], Tree]
+
+
+class MaskedState(NamedTuple):
+    """`inner_state`: the inner transform's state, with `None` where a leaf is hidden."""
+
+    inner_state: OptState
+
+
+class PartitionState(NamedTuple):
+    """`inner_states`: each label's state, with `None` at the leaves of other labels."""
+
+    inner_states: dict[Any, OptState]
+
+
+def _check_transform(tx: Any) -> None:
+    if not (isinstance(tx, tuple) and len(tx) == 2 and all(map(callable, tx))):
+        raise TypeError(
+            f"A stage must be a pair (init, update): got {type(tx).__name__}. "
+            "Call the constructor, as in `chain(scale(0.1))`, and unpack lists with `*`."
+        )
+
+
+def chain(*txs: GradientTransformation) -> GradientTransformation:
+    """Apply transforms from left to right; the state is a tuple, one entry per transform.
+
+    `update.stages` holds the transforms, for code that walks the chain.
+
+    Raises:
+        TypeError: if an argument is not a transform.
+        StructureError: from `update`, if the state is not a tuple of that length.
+    """
+    for tx in txs:
+        _check_transform(tx)
+
+    def init(params: Params) -> tuple[OptState, ...]:
+        return tuple(tx.init(params) for tx in txs)
+
+    def update(
+        updates: Updates, state: tuple[OptState, ...], params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, tuple[OptState, ...]]:
+        check_state(state, tuple)
+        _check_names(range(len(txs)), range(len(state)))
+        new = []
+        for tx, s in zip(txs, state, strict=True):
+            updates, s = tx.update(updates, s, params, **extra)
+            new.append(s)
+        return updates, tuple(new)
+
+    update.stages = txs  # type: ignore[attr-defined]
+    return named(f"chain({', '.join(map(repr, txs))})", init, update)
+
+
+def _check_names(expected: Any, got: Any) -> None:
+    if list(expected) != list(got):
+        raise StructureError(
+            f"State must have one entry per stage: expected {list(expected)}, got {list(got)}. "
+            "Use the state that this transform's `init` made."
+        )
+
+
+def named_chain(*txs: tuple[str, GradientTransformation]) -> GradientTransformation:
+    """Apply transforms from left to right; the state is a dict from each one's name to its state.
+
+    Args:
+        *txs: pairs `(name, transform)`.
+
+    Raises:
+        ValueError: if a name stands twice.
+        TypeError: if an argument is not such a pair.
+    """
+    names = [name for name, _ in txs]
+    if len(set(names)) != len(names):
+        raise ValueError(f"Names must differ: got {names}. Rename the repeated stage.")
+    inner = chain(*(tx for _, tx in txs))
+
+    def init(params: Params) -> dict[str, OptState]:
+        return dict(zip(names, inner.init(params), strict=True))
+
+    def update(
+        updates: Updates, state: dict[str, OptState], params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, dict[str, OptState]]:
+        check_state(state, dict)
+        _check_names(sorted(names), sorted(state))
+        updates, new = inner.update(updates, tuple(state[name] for name in names), params, **extra)
+        return updates, dict(zip(names, new, strict=True))
+
+    update.stages = inner.update.stages  # type: ignore[attr-defined]
+    return named(f"named_chain({', '.join(f'({name!r}, {tx!r})' for name, tx in txs)})", init, update)
+
+
+def _expand(prefix: Tree, tree: Tree) -> Tree:
+    """`prefix` with each leaf repeated over the part of `tree` that it stands for."""
+    return tree_map(lambda x, part: tree_map(lambda _: x, part, skip_none=False), prefix, tree, skip_none=False)
+
+
+def _resolve(choice: Any, updates: Tree, params: Params | None) -> Tree:
+    """The tree of masks or labels over `updates`; a function sees params where there are any."""
+    made = choice(updates if params is None else params) if callable(choice) else choice
+    return _expand(made, updates)
+
+
+def _select(tree: Tree | None, choice: Tree, value: Any) -> Tree | None:
+    """`tree` with `None` wherever `choice` is not `value`."""
+    return None if tree is None else tree_map(lambda x, c: x if c == value else None, tree, choice)
+
+
+def _bools(mask: Tree) -> Tree:
+    bad = [m for m in tree_leaves(mask) if not isinstance(m, bool)]
+    if bad:
+        raise TypeError(f"Masks must hold bools: got {type(bad[0]).__name__}. True keeps a leaf, False hides it.")
+    return mask
+
+
+def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
+    """Apply `inner` to the leaves where `mask` is True; the others pass unchanged.
+
+    Args:
+        inner: sees `None` at the hidden leaves, so it keeps no state for them.
+        mask: a tree of bools that is a prefix of the params, or a function of params that makes one.
+
+    Raises:
+        TypeError: if `inner` is not a transform, or the mask holds something other than bools.
+        StructureError: if the mask does not fit the params.
+    """
+    _check_transform(inner)
+
+    def init(params: Params) -> MaskedState:
+        return MaskedState(inner.init(_select(params, _bools(_resolve(mask, params, params)), True)))
+
+    def update(
+        updates: Updates, state: MaskedState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, MaskedState]:
+        check_state(state, MaskedState)
+        keep = _bools(_resolve(mask, updates, params))
+        shown = _select(updates, keep, True)
+        new, inner_state = inner.update(shown, state.inner_state, _select(params, keep, True), **extra)
+        return tree_map(lambda u, k, n: n if k else u, updates, keep, new), MaskedState(inner_state)
+
+    return named(f"masked({inner!r}, mask)", init, update)
+
+
+def partition(transforms: Mapping[Hashable, GradientTransformation], param_labels: Labels) -> GradientTransformation:
+    """Apply to each leaf the transform of its label.
+
+    Args:
+        transforms: from label to transform; each sees `None` at the leaves of other labels.
+        param_labels: a tree of labels that is a prefix of the params, or a function of params that makes one.
+
+    Raises:
+        TypeError: if a value of `transforms` is not a transform.
+        ValueError: from `init` or `update`, if a label has no transform.
+        StructureError: if the labels do not fit the params.
+    """
+    for tx in transforms.values():
+        _check_transform(tx)
+    index = {label: i for i, label in enumerate(transforms)}
+
+    def labels_of(updates: Tree, params: Params | None) -> Tree:
+        labels = _resolve(param_labels, updates, params)
+        unknown = {str(label) for label in tree_leaves(labels) if label not in index}
+        if unknown:
+            raise ValueError(f"Every label needs a transform: got {sorted(unknown)}. Known are {list(index)}.")
+        return labels
+
+    def init(params: Params) -> PartitionState:
+        labels = labels_of(params, params)
+        return PartitionState({k: tx.init(_select(params, labels, k)) for k, tx in transforms.items()})
+
+    def update(
+        updates: Updates, state: PartitionState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, PartitionState]:
+        check_state(state, PartitionState)
+        labels = labels_of(updates, params)
+        outs, states = [], {}
+        for k, tx in transforms.items():
+            shown = _select(updates, labels, k), state.inner_states[k], _select(params, labels, k)
+            out, states[k] = tx.update(*shown, **extra)
+            outs.append(out)
+        return tree_map(lambda u, k, *new: new[index[k]], updates, labels, *outs), PartitionState(states)
+
+    return named(f"partition({dict(transforms)!r}, param_labels)", init, update)

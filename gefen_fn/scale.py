@@ -1,0 +1,247 @@
+"""Scaling, decay, momentum and averages."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gefen_fn.base import (
+    EmptyState,
+    GradientTransformation,
+    OptState,
+    Params,
+    ScalarOrSchedule,
+    Schedule,
+    Updates,
+    named,
+)
+from gefen_fn.combine import Mask, masked
+from gefen_fn.scalar import (
+    Scalar,
+    bias_correction,
+    check_decay,
+    check_nonnegative,
+    check_state,
+    expression,
+    moving_average,
+    multiply,
+    new_count,
+    rounded,
+    wide_dtype,
+)
+from gefen_fn.tree import Tree, broadcast, check_floating, map_update, tree_map
+
+TreeRule = Callable[[Updates, Any, Params | None], Updates]
+
+
+class ScaleByScheduleState(NamedTuple):
+    """`count`: 0-dim int32, calls so far."""
+
+    count: Tensor  # type: ignore[assignment]  # a field may not share the name of a tuple's method
+
+
+class TraceState(NamedTuple):
+    """`trace`: momentum, one leaf per parameter."""
+
+    trace: Tree
+
+
+class EmaState(NamedTuple):
+    """`count`: int32 per leaf, updates of that leaf; `ema`: the average."""
+
+    count: Tree  # type: ignore[assignment]  # a field may not share the name of a tuple's method
+    ema: Tree
+
+
+class ZeroNansState(NamedTuple):
+    """`found_nan`: 0-dim bool per leaf, whether the last update held a NaN."""
+
+    found_nan: Tree
+
+
+def by_scalar(text: str, value: Any, rule: TreeRule) -> GradientTransformation:
+    """A transform `rule(updates, value, params)`; a callable `value` is a schedule of the calls so far, from 0."""
+
+    def init(params: Params) -> OptState:
+        return ScaleByScheduleState(new_count()) if callable(value) else EmptyState()
+
+    def update(updates: Updates, state: OptState, params: Params | None = None, **extra: Any) -> tuple[Updates, OptState]:
+        if not callable(value):
+            check_state(state, EmptyState)
+            return rule(updates, value, params), state
+        check_state(state, ScaleByScheduleState)
+        return rule(updates, value(state.count), params), ScaleByScheduleState(state.count + 1)
+
+    return named(text, init, update)
+
+
+def map_scalar(f: Callable[..., Tensor], updates: Updates, value: Any, *rest: Tree) -> Updates:
+    """Map `f(u, s, *rest)` with `s` the leaf's own scalar out of `value`."""
+
+    def leaf(u: Tensor, s: Scalar, *others: Tensor) -> Tensor:
+        check_floating(u)
+        return f(u, s, *others)
+
+    return tree_map(leaf, updates, broadcast(value, updates), *rest)
+
+
+def scale(step_size: Scalar | Tree) -> GradientTransformation:
+    """Multiply the updates by `step_size`, keeping their dtype.
+
+    Args:
+        step_size: a number, a 0-dim tensor, or a tree of those, one per leaf.
+    """
+    return by_scalar(expression("scale", step_size), step_size, _scale_rule)
+
+
+def _scale_rule(updates: Updates, step_size: Any, params: Params | None) -> Updates:
+    return map_scalar(lambda u, s: multiply(s, u), updates, step_size)
+
+
+def _descent_rule(updates: Updates, step_size: Any, params: Params | None) -> Updates:
+    return map_scalar(lambda u, s: multiply(-s, u), updates, step_size)
+
+
+def scale_by_learning_rate(learning_rate: ScalarOrSchedule | Tree, *, flip_sign: bool = True) -> GradientTransformation:
+    """Multiply the updates by `-learning_rate`, which turns a gradient into a step of descent.
+
+    Args:
+        learning_rate: a number >= 0, a 0-dim tensor, a schedule of the calls so far, or a tree of scalars per leaf.
+        flip_sign: False multiplies by `+learning_rate`.
+
+    Raises:
+        ValueError: if a number is negative or not finite.
+    """
+    check_nonnegative("learning_rate", learning_rate)
+    text = expression("scale_by_learning_rate", learning_rate, **({} if flip_sign else {"flip_sign": False}))
+    return by_scalar(text, learning_rate, _descent_rule if flip_sign else _scale_rule)
+
+
+def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
+    """Multiply the updates by `step_size_fn(count)`, `count` being the calls so far: 0 at the first.
+
+    Raises:
+        TypeError: if `step_size_fn` is not callable.
+    """
+    if not callable(step_size_fn):
+        raise TypeError(f"step_size_fn must be callable: got {type(step_size_fn).__name__}. For a constant use `scale`.")
+    return by_scalar(expression("scale_by_schedule", step_size_fn), step_size_fn, _scale_rule)
+
+
+def add_decayed_weights(weight_decay: ScalarOrSchedule | Tree = 0.0, mask: Mask | None = None) -> GradientTransformation:
+    """Add `weight_decay * p` to the updates: decoupled weight decay (arXiv 1711.05101) when it stands after Adam.
+
+    Args:
+        weight_decay: a number >= 0, a 0-dim tensor, a schedule, or a tree of scalars per leaf.
+        mask: a tree of bools, or a function of params that makes one; False leaves a parameter undecayed.
+
+    Raises:
+        ValueError: if a number is negative, or if `update` is called without params.
+    """
+    check_nonnegative("weight_decay", weight_decay)
+    text = expression("add_decayed_weights", weight_decay)
+    tx = by_scalar(text, weight_decay, _decay_rule)
+    return tx if mask is None else masked(tx, mask)
+
+
+def _decay_rule(updates: Updates, weight_decay: Any, params: Params | None) -> Updates:
+    return map_scalar(_decay_leaf, updates, weight_decay, need_params(params, "add_decayed_weights"))
+
+
+def _decay_leaf(u: Tensor, s: Scalar, p: Tensor) -> Tensor:
+    check_floating(p, u)
+    wide = wide_dtype(u.dtype)
+    return (u.to(wide) + p.detach().to(wide) * rounded(s, wide)).to(u.dtype)
+
+
+def need_params(params: Params | None, name: str) -> Params:
+    """Return `params`, or raise `ValueError` naming the transform that reads them."""
+    if params is None:
+        raise ValueError(f"{name} reads the parameters: got params=None. Call `update(updates, state, params)`.")
+    return params
+
+
+def moments(params: Params, dtype: torch.dtype | None) -> Tree:
+    """Zeros like every parameter, in `dtype` or fp32; on meta parameters they are meta too."""
+    return tree_map(lambda p: torch.zeros_like(p, dtype=dtype or torch.float32, requires_grad=False), params)
+
+
+def counts(params: Params) -> Tree:
+    """A fresh count for every parameter; no two share a tensor."""
+    return tree_map(lambda _: new_count(), params)
+
+
+def trace(decay: Scalar | Tree, nesterov: bool = False, accumulator_dtype: torch.dtype | None = None) -> GradientTransformation:
+    """Momentum: `t <- g + decay * t`; the update is `t`, or `g + decay * t` with Nesterov's look-ahead.
+
+    Args:
+        decay: in [0, 1); a number, a 0-dim tensor, or a tree of those per leaf.
+        nesterov: use the look-ahead form.
+        accumulator_dtype: dtype that stores the trace, fp32 if None. Updates are fp32 in any case.
+
+    Raises:
+        ValueError: if `decay` is out of range.
+    """
+    check_decay("decay", decay)
+
+    def init(params: Params) -> TraceState:
+        return TraceState(moments(params, accumulator_dtype))
+
+    def leaf(u: Tensor, t: Tensor, d: Scalar) -> tuple[Tensor, Tensor]:
+        check_floating(t, u)
+        new = u.float() + t.float() * rounded(d)
+        return u.float() + new * rounded(d) if nesterov else new, new.to(t.dtype)
+
+    def update(updates: Updates, state: TraceState, params: Params | None = None, **extra: Any) -> tuple[Updates, TraceState]:
+        check_state(state, TraceState)
+        out, new = map_update(leaf, updates, state, broadcast(decay, updates))
+        return out, TraceState(*new)
+
+    return named(expression("trace", decay, nesterov=nesterov), init, update)
+
+
+def ema(decay: Scalar | Tree, debias: bool = True, accumulator_dtype: torch.dtype | None = None) -> GradientTransformation:
+    """Exponential moving average of the updates: `e <- decay * e + (1 - decay) * g`.
+
+    Args:
+        decay: in [0, 1); a number, a 0-dim tensor, or a tree of those per leaf.
+        debias: divide by `1 - decay**t`, with `t` the leaf's own count of updates.
+        accumulator_dtype: dtype that stores the average, fp32 if None. Updates are fp32 in any case.
+
+    Raises:
+        ValueError: if `decay` is out of range.
+    """
+    check_decay("decay", decay)
+
+    def init(params: Params) -> EmaState:
+        return EmaState(counts(params), moments(params, accumulator_dtype))
+
+    def leaf(u: Tensor, count: Tensor, e: Tensor, d: Scalar) -> tuple[Tensor, Tensor, Tensor]:
+        check_floating(e, u)
+        count, new = count + 1, moving_average(d, e, u)
+        return new / bias_correction(d, count) if debias else new, count, new.to(e.dtype)
+
+    def update(updates: Updates, state: EmaState, params: Params | None = None, **extra: Any) -> tuple[Updates, EmaState]:
+        check_state(state, EmaState)
+        out, new = map_update(leaf, updates, state, broadcast(decay, updates))
+        return out, EmaState(*new)
+
+    return named(expression("ema", decay, debias=debias), init, update)
+
+
+def zero_nans() -> GradientTransformation:
+    """Replace NaN entries by 0, and remember per leaf whether there were any; infinities pass."""
+
+    def init(params: Params) -> ZeroNansState:
+        return ZeroNansState(tree_map(lambda p: torch.zeros((), dtype=torch.bool, device=p.device), params))
+
+    def leaf(u: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.where(u.isnan(), torch.zeros_like(u), u), u.isnan().any()
+
+    def update(updates: Updates, state: ZeroNansState, params: Params | None = None, **extra: Any) -> tuple[Updates, ZeroNansState]:
+        check_state(state, ZeroNansState)
+        out, new = map_update(leaf, updates, state)
+        return out, ZeroNansState(*new)
+
+    return named("zero_nans()", init, update)

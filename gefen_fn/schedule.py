@@ -1,0 +1,242 @@
+"""Schedules: functions of the number of calls so far, 0 at the first.
+
+A schedule takes an int and returns a float, or takes an integer tensor and returns a float64 tensor without reading
+it on the host. Both give the same value. Signatures and meaning are optax's.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gefen_fn.base import Scalar, Schedule
+
+
+def _on_counts(name: str, f: Callable[[Tensor], Tensor]) -> Schedule:
+    """A schedule of a function from float64 tensors to float64 tensors."""
+
+    def schedule(count: Any) -> Any:
+        if isinstance(count, Tensor):
+            return f(count.to(torch.float64))
+        return float(f(torch.tensor(count, dtype=torch.float64)))
+
+    schedule.__name__ = name
+    return schedule
+
+
+def _check_steps(name: str, steps: float, low: int) -> None:
+    if not steps >= low:
+        raise ValueError(f"{name} >= {low} must hold: got {steps!r}. Count steps of the optimizer, warm-up included.")
+
+
+def constant_schedule(value: Scalar) -> Schedule:
+    """`value` at every count."""
+    return _on_counts("constant_schedule", lambda count: torch.zeros_like(count) + value)
+
+
+def linear_schedule(init_value: Scalar, end_value: Scalar, transition_steps: int, transition_begin: int = 0) -> Schedule:
+    """A straight line from `init_value` to `end_value`; see `polynomial_schedule`."""
+    return polynomial_schedule(init_value, end_value, 1, transition_steps, transition_begin)
+
+
+def polynomial_schedule(
+    init_value: Scalar, end_value: Scalar, power: Scalar, transition_steps: int, transition_begin: int = 0
+) -> Schedule:
+    """`(init_value - end_value) * (1 - c / transition_steps)**power + end_value`.
+
+    Args:
+        init_value: value until `transition_begin`.
+        end_value: value from `transition_begin + transition_steps`.
+        power: 1 is linear.
+        transition_steps: length of the change in steps; 0 keeps `init_value` for ever.
+        transition_begin: count at which the change begins; `c` counts from there.
+
+    Raises:
+        ValueError: if a number of steps is negative.
+    """
+    _check_steps("transition_steps", transition_steps, 0)
+    _check_steps("transition_begin", transition_begin, 0)
+    if transition_steps == 0:
+        return constant_schedule(init_value)
+
+    def value(count: Tensor) -> Tensor:
+        left = 1.0 - torch.clamp(count - transition_begin, 0, transition_steps) / transition_steps
+        return (init_value - end_value) * left**power + end_value
+
+    return _on_counts("polynomial_schedule", value)
+
+
+def cosine_decay_schedule(init_value: Scalar, decay_steps: int, alpha: Scalar = 0.0, exponent: Scalar = 1.0) -> Schedule:
+    """`init_value * ((1 - alpha) * cosine**exponent + alpha)`, half a period over `decay_steps` (arXiv 1608.03983).
+
+    Args:
+        init_value: value at 0.
+        decay_steps: steps until the lowest value, which then stays.
+        alpha: lowest value as a fraction of `init_value`.
+        exponent: power of the cosine.
+
+    Raises:
+        ValueError: if `decay_steps` is below 1.
+    """
+    _check_steps("decay_steps", decay_steps, 1)
+
+    def value(count: Tensor) -> Tensor:
+        cosine = 0.5 * (1.0 + torch.cos(math.pi * torch.clamp(count, max=decay_steps) / decay_steps))
+        return init_value * ((1.0 - alpha) * cosine**exponent + alpha)
+
+    return _on_counts("cosine_decay_schedule", value)
+
+
+def exponential_decay(
+    init_value: Scalar,
+    transition_steps: int,
+    decay_rate: float,
+    transition_begin: int = 0,
+    staircase: bool = False,
+    end_value: Scalar | None = None,
+) -> Schedule:
+    """`init_value * decay_rate**(c / transition_steps)`.
+
+    Args:
+        init_value: value until `transition_begin`.
+        transition_steps: steps after which the value has changed by `decay_rate`; 0 keeps `init_value`.
+        decay_rate: > 0; 0 keeps `init_value`.
+        transition_begin: count at which the change begins; `c` counts from there.
+        staircase: change only at multiples of `transition_steps`.
+        end_value: lower bound for `decay_rate < 1`, upper bound otherwise.
+
+    Raises:
+        ValueError: if a number of steps or `decay_rate` is negative.
+    """
+    _check_steps("transition_steps", transition_steps, 0)
+    _check_steps("transition_begin", transition_begin, 0)
+    if not decay_rate >= 0:
+        raise ValueError(f"decay_rate >= 0 must hold: got {decay_rate!r}. A rate below 1 decays.")
+    if transition_steps == 0 or decay_rate == 0:
+        return constant_schedule(init_value)
+    low, high = (end_value, None) if decay_rate < 1 else (None, end_value)
+
+    def value(count: Tensor) -> Tensor:
+        periods = torch.clamp(count - transition_begin, min=0) / transition_steps
+        decayed = init_value * decay_rate ** (torch.floor(periods) if staircase else periods)
+        return decayed if end_value is None else torch.clamp(decayed, low, high)
+
+    return _on_counts("exponential_decay", value)
+
+
+def piecewise_constant_schedule(init_value: Scalar, boundaries_and_scales: Mapping[int, float] | None = None) -> Schedule:
+    """`init_value` times the scale of every boundary that the count has reached.
+
+    Args:
+        init_value: value before the first boundary.
+        boundaries_and_scales: from count to factor >= 0.
+
+    Raises:
+        ValueError: if a factor is negative.
+    """
+    steps = sorted((boundaries_and_scales or {}).items())
+    if any(not scale >= 0 for _, scale in steps):
+        raise ValueError(f"Scales must be >= 0: got {steps}. They multiply the value; 0.1 divides it by ten.")
+
+    def value(count: Tensor) -> Tensor:
+        out = torch.zeros_like(count) + init_value
+        for boundary, scale in steps:
+            out = torch.where(count >= boundary, out * scale, out)
+        return out
+
+    return _on_counts("piecewise_constant_schedule", value)
+
+
+def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> Schedule:
+    """One schedule after another; each counts from the boundary at which it begins.
+
+    Args:
+        schedules: one more than `boundaries`.
+        boundaries: counts at which the next schedule takes over, ascending.
+
+    Raises:
+        ValueError: if the lengths do not fit or the boundaries do not ascend.
+    """
+    starts = [0, *boundaries]
+    if len(schedules) != len(starts) or sorted(starts) != starts:
+        raise ValueError(
+            f"Boundaries must ascend, one fewer than schedules: got {list(boundaries)} for {len(schedules)} schedules. "
+            "Give the count at which each schedule after the first begins."
+        )
+
+    def schedule(count: Any) -> Any:
+        if not isinstance(count, Tensor):
+            last = max(sum(count >= boundary for boundary in boundaries), 0)
+            return schedules[last](count - starts[last])
+        out = _as_float64(schedules[0](count), count)
+        for f, start in zip(schedules[1:], boundaries, strict=True):
+            out = torch.where(count < start, out, _as_float64(f(count - start), count))
+        return out
+
+    schedule.__name__ = "join_schedules"
+    return schedule
+
+
+def _as_float64(value: Any, like: Tensor) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device=like.device)
+
+
+def warmup_cosine_decay_schedule(
+    init_value: float,
+    peak_value: float,
+    warmup_steps: int,
+    decay_steps: int,
+    end_value: float = 0.0,
+    exponent: float = 1.0,
+) -> Schedule:
+    """A line up to `peak_value`, then a cosine down to `end_value`.
+
+    Args:
+        init_value: value at 0.
+        peak_value: value at `warmup_steps`.
+        warmup_steps: length of the line.
+        decay_steps: length of the whole schedule, warm-up included.
+        end_value: value from `decay_steps` on.
+        exponent: power of the cosine.
+
+    Raises:
+        ValueError: if `decay_steps <= warmup_steps`, or a number of steps is negative.
+    """
+    if not decay_steps > warmup_steps:
+        raise ValueError(
+            f"decay_steps > warmup_steps must hold: got {decay_steps!r} and {warmup_steps!r}. "
+            "decay_steps is the length of the whole schedule, warm-up included."
+        )
+    alpha = 0.0 if peak_value == 0.0 else end_value / peak_value
+    up = linear_schedule(init_value, peak_value, warmup_steps)
+    return join_schedules([up, cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha, exponent)], [warmup_steps])
+
+
+def warmup_stable_decay_schedule(
+    init_value: float,
+    peak_value: float,
+    warmup_steps: int,
+    stable_steps: int,
+    decay_steps: int,
+    end_value: float = 0.0,
+) -> Schedule:
+    """A line up to `peak_value`, a plateau, and a line down to `end_value` (arXiv 2405.18392).
+
+    Args:
+        init_value: value at 0.
+        peak_value: value of the plateau.
+        warmup_steps: length of the line up.
+        stable_steps: length of the plateau.
+        decay_steps: length of the line down, at least 1.
+        end_value: value after it.
+
+    Raises:
+        ValueError: if a number of steps is negative, or `decay_steps` is below 1.
+    """
+    _check_steps("stable_steps", stable_steps, 0)
+    _check_steps("decay_steps", decay_steps, 1)
+    up = linear_schedule(init_value, peak_value, warmup_steps)
+    down = linear_schedule(peak_value, end_value, decay_steps)
+    return join_schedules([up, constant_schedule(peak_value), down], [warmup_steps, warmup_steps + stable_steps])
