@@ -1,0 +1,216 @@
+"""Steps that may not happen: accumulation over micro-steps, and refusal of non-finite gradients."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gefen_fn.base import GradientTransformation, OptState, Params, Updates, named
+from gefen_fn.tree import Tree, check_floating, map_update, tree_leaves, tree_map
+
+ShouldSkip = Callable[[Updates, Tensor, Params | None], tuple[Any, Tree]]
+
+
+class MultiStepsState(NamedTuple):
+    """Micro-steps since the last update and updates so far (int32 scalars), the inner state, and the accumulator.
+
+    `acc_grads` and `acc_counts` (micro-steps with a gradient, per leaf) are empty if every step is an update.
+    """
+
+    mini_step: Tensor
+    gradient_step: Tensor
+    updated: Tensor
+    inner_opt_state: OptState
+    acc_grads: Tree
+    acc_counts: Tree
+    skip_state: Tree
+
+
+class ApplyIfFiniteState(NamedTuple):
+    """Non-finite steps in a row, whether the last was finite, non-finite steps in all, and the inner state."""
+
+    notfinite_count: Tensor
+    last_finite: Tensor
+    total_notfinite: Tensor
+    inner_state: OptState
+
+
+def MultiSteps(  # optax's name
+    opt: GradientTransformation,
+    every_k_schedule: int | Callable[[Tensor], Any],
+    use_grad_mean: bool = True,
+    should_skip_update_fn: ShouldSkip | None = None,
+) -> GradientTransformation:
+    """Accumulate gradients over k micro-steps and call `opt` once with their mean, leaf by leaf.
+
+    The sum is kept in fp32 (float64 for float64 leaves) and divided by the number of micro-steps in which the leaf had a
+    gradient. Between updates the updates are zero and `opt` is not called. With k = 1 there is no accumulator.
+
+    Args:
+        opt: the transform to call every k micro-steps.
+        every_k_schedule: k >= 1, or a function of the updates done so far (int32 scalar).
+        use_grad_mean: pass the mean; otherwise the sum.
+        should_skip_update_fn: `(updates, gradient_step, params) -> (skip, skip_state)`; a skipped micro-step counts
+            nothing and gives zero updates.
+
+    Raises:
+        ValueError: if k < 1.
+        RuntimeError: at update under torch.vmap or torch.compile, unless k is the int 1 and nothing is skipped.
+    """
+    every_step = every_k_schedule == 1
+    if not callable(every_k_schedule):
+        _check_k(every_k_schedule)
+
+    def init(params: Params) -> MultiStepsState:
+        sums = () if every_step else tree_map(_zero_sum, params)
+        counts = () if every_step else tree_map(lambda _: _counter(), params, skip_none=False)
+        skip_state = ()
+        if should_skip_update_fn is not None:
+            skip_state = should_skip_update_fn(tree_map(torch.zeros_like, params), _counter(), params)[1]
+        return MultiStepsState(_counter(), _counter(), _flag(False), opt.init(params), sums, counts, skip_state)
+
+    def step(
+        updates: Updates, state: MultiStepsState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, MultiStepsState]:
+        out, inner = opt.update(updates, state.inner_opt_state, params, **extra)
+        return out, state._replace(
+            mini_step=torch.zeros_like(state.mini_step),
+            gradient_step=state.gradient_step + 1,
+            updated=torch.ones_like(state.updated),
+            inner_opt_state=inner,
+        )
+
+    def accumulate(
+        updates: Updates, state: MultiStepsState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, MultiStepsState]:
+        k = every_k_schedule(state.gradient_step) if callable(every_k_schedule) else every_k_schedule
+        _check_k(k)
+        state = _add(updates, state)
+        if int(state.mini_step) < int(k):
+            return _zeros(updates), state._replace(updated=_flag(False))
+        grads = _emit(updates, state, params, use_grad_mean)
+        cleared = state._replace(
+            acc_grads=tree_map(torch.zeros_like, state.acc_grads),
+            acc_counts=tree_map(torch.zeros_like, state.acc_counts),
+        )
+        return step(grads, cleared, params, **extra)
+
+    def update(
+        updates: Updates, state: MultiStepsState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, MultiStepsState]:
+        if every_step and should_skip_update_fn is None:
+            return step(updates, state, params, **extra)
+        _refuse_tracing("MultiSteps", "Keep it outside, or use every_k_schedule=1.")
+        if should_skip_update_fn is not None:
+            skip, skip_state = should_skip_update_fn(updates, state.gradient_step, params)
+            state = state._replace(skip_state=skip_state)
+            if bool(skip):
+                return _zeros(updates), state._replace(updated=_flag(False))
+        return (step if every_step else accumulate)(updates, state, params, **extra)
+
+    shown = getattr(every_k_schedule, "__name__", every_k_schedule)
+    return named(f"MultiSteps({opt!r}, {shown})", init, update)
+
+
+def has_updated(state: MultiStepsState) -> Tensor:
+    """Whether the latest micro-step called the inner transform: a bool scalar.
+
+    Raises:
+        TypeError: if `state` is not the state of `MultiSteps`.
+    """
+    if not isinstance(state, MultiStepsState):
+        raise TypeError(f"`state` must be a MultiStepsState: got {type(state).__name__}. Pass the state of MultiSteps.")
+    return state.updated
+
+
+def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) -> GradientTransformation:
+    """Leave a step out if a gradient holds inf or NaN: zero updates, and the inner state as it was.
+
+    Args:
+        inner: the transform to guard.
+        max_consecutive_errors: how many such steps in a row are left out; the next one is let through.
+
+    Raises:
+        ValueError: if `max_consecutive_errors` is negative.
+        RuntimeError: at update under torch.vmap or torch.compile.
+    """
+    if max_consecutive_errors < 0:
+        raise ValueError(f"`max_consecutive_errors` must be >= 0: got {max_consecutive_errors}. Use 0 to let all through.")
+
+    def init(params: Params) -> ApplyIfFiniteState:
+        return ApplyIfFiniteState(_counter(), _flag(True), _counter(), inner.init(params))
+
+    def update(
+        updates: Updates, state: ApplyIfFiniteState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, ApplyIfFiniteState]:
+        _refuse_tracing("apply_if_finite", "Keep it outside, or use zero_nans.")
+        finite = _all_finite(updates)
+        in_a_row = torch.zeros_like(state.notfinite_count) if finite else state.notfinite_count + 1
+        total = state.total_notfinite + (not finite)
+        out, inner_state = _zeros(updates), state.inner_state
+        if finite or int(in_a_row) > max_consecutive_errors:
+            out, inner_state = inner.update(updates, inner_state, params, **extra)
+        return out, ApplyIfFiniteState(in_a_row, _flag(finite), total, inner_state)
+
+    return named(f"apply_if_finite({inner!r}, {max_consecutive_errors})", init, update)
+
+
+def _add(updates: Updates, state: MultiStepsState) -> MultiStepsState:
+    """One micro-step into the accumulator."""
+
+    def add(u: Tensor, total: Tensor, count: Tensor) -> tuple[None, Tensor, Tensor]:
+        check_floating(u, total)
+        return None, total + u.to(total.dtype), count + 1
+
+    _, (sums, counts) = map_update(add, updates, (state.acc_grads, state.acc_counts))
+    return state._replace(mini_step=state.mini_step + 1, acc_grads=sums, acc_counts=counts)
+
+
+def _emit(updates: Updates, state: MultiStepsState, params: Params | None, mean: bool) -> Updates:
+    """The accumulated gradients in their own dtype; `None` where no micro-step had one."""
+
+    def emit(u: Tensor | None, total: Tensor | None, count: Tensor, p: Tensor | None) -> Tensor | None:
+        if total is None or int(count) == 0:
+            return None
+        like = next((x for x in (u, p) if x is not None), total)
+        return (total / int(count) if mean else total).to(like.dtype)
+
+    others = tree_map(lambda _: None, updates, skip_none=False) if params is None else params
+    return tree_map(emit, updates, state.acc_grads, state.acc_counts, others, skip_none=False)
+
+
+def _zero_sum(p: Tensor) -> Tensor:
+    return torch.zeros_like(p, dtype=torch.float64 if p.dtype == torch.float64 else torch.float32)
+
+
+def _zeros(updates: Updates) -> Updates:
+    return tree_map(torch.zeros_like, updates)
+
+
+def _counter() -> Tensor:
+    return torch.zeros((), dtype=torch.int32, device="cpu")
+
+
+def _flag(value: bool) -> Tensor:
+    return torch.tensor(value, device="cpu")
+
+
+def _all_finite(updates: Updates) -> bool:
+    """One read of the device for the whole tree."""
+    flags = [torch.isfinite(u).all() for u in tree_leaves(updates) if u is not None]
+    return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+
+
+def _check_k(k: Any) -> None:
+    if int(k) < 1:
+        raise ValueError(f"`every_k_schedule` must be >= 1: got {int(k)}. Use 1 to update at every step.")
+
+
+def _refuse_tracing(name: str, fix: str) -> None:
+    """Whether to step is read from tensors, which tracing and batching cannot do."""
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    batched = any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+    if batched or torch.compiler.is_compiling():
+        where = "torch.vmap" if batched else "torch.compile"
+        raise RuntimeError(f"`{name}` decides from values whether to step: got a call under {where}. {fix}")

@@ -1,0 +1,150 @@
+"""Hyperparameters as state: any factory of transforms, with its numbers read from the state at each update."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gefen_fn.base import GradientTransformation, OptState, Params, Schedule, Updates, named
+from gefen_fn.tree import StructureError
+
+_FUNCTIONS_OF_PARAMS = ("mask", "param_labels", "labels")
+
+
+class InjectHyperparamsState(NamedTuple):
+    """Calls so far (int32 scalar), the hyperparameters of the latest update, and the inner transform's state.
+
+    A hyperparameter is a float64 scalar, or a tree of such scalars, one per leaf of the updates.
+    """
+
+    count: Tensor  # type: ignore[assignment]  # the field hides tuple.count, which no state needs
+    hyperparams: dict[str, Any]
+    inner_state: OptState
+
+
+def inject_hyperparams(
+    inner_factory: Callable[..., GradientTransformation],
+    static_args: str | Iterable[str] = (),
+    hyperparam_dtype: torch.dtype | None = None,
+) -> Callable[..., GradientTransformation]:
+    """Let a transform's hyperparameters be read from its state, where the caller may change them.
+
+    Floats, 0-dim floating tensors and schedules are injected; ints, bools, strings, policies, masks and bigger tensors
+    stay as they are. A schedule is evaluated at the number of calls so far, 0 at the first. `init` and `update` build the
+    transform anew from the state's values.
+
+    Args:
+        inner_factory: builds a transform, such as `adamw`.
+        static_args: names of arguments to leave alone. A function passed as `mask`, `param_labels` or `labels` is always
+            left alone, being no schedule.
+        hyperparam_dtype: dtype of the injected scalars; float64 by default, so that a float is kept exactly.
+
+    Returns:
+        A function of `inner_factory`'s arguments. The `update` of the transform it returns carries `hyperparams`, the
+        names of the injected values that are no schedules, and `defaults`, those of them given as numbers.
+
+    Raises:
+        ValueError: if `static_args` names no argument of `inner_factory`.
+        TypeError: if the arguments do not fit `inner_factory`.
+        StructureError: at update, if the state holds other hyperparameters.
+    """
+    signature = inspect.signature(inner_factory)
+    static = (static_args,) if isinstance(static_args, str) else tuple(static_args)
+    _check_names(static, signature)
+    dtype = torch.float64 if hyperparam_dtype is None else hyperparam_dtype
+
+    def build(*args: Any, **kwargs: Any) -> GradientTransformation:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = {name: value for name, value in _arguments(bound).items() if name not in static}
+        schedules = {name: value for name, value in given.items() if _is_schedule(name, value)}
+        numbers = {name: value for name, value in given.items() if _is_number(value)}
+        factory = _Factory(inner_factory, bound)
+        tx = _injected(factory, schedules, numbers, dtype)
+        tx.update.hyperparams = tuple(numbers)  # type: ignore[attr-defined]
+        tx.update.defaults = {k: v for k, v in numbers.items() if isinstance(v, float)}  # type: ignore[attr-defined]
+        return tx
+
+    return build
+
+
+def _injected(
+    factory: "_Factory", schedules: dict[str, Schedule], numbers: dict[str, Any], dtype: torch.dtype
+) -> GradientTransformation:
+    def scheduled(count: Tensor) -> dict[str, Tensor]:
+        return {name: _scalar(f(count.to(torch.float64)), dtype) for name, f in schedules.items()}
+
+    def init(params: Params) -> InjectHyperparamsState:
+        count = torch.zeros((), dtype=torch.int32, device="cpu")
+        values = {name: _scalar(value, dtype) for name, value in numbers.items()} | scheduled(count)
+        return InjectHyperparamsState(count, values, factory(values).init(params))
+
+    def update(
+        updates: Updates, state: InjectHyperparamsState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, InjectHyperparamsState]:
+        _check_values(state.hyperparams, {*schedules, *numbers})
+        values = {**state.hyperparams, **scheduled(state.count)}
+        out, inner = factory(values).update(updates, state.inner_state, params, **extra)
+        return out, InjectHyperparamsState(state.count + 1, values, inner)
+
+    return named(factory.expression, init, update)
+
+
+class _Factory:
+    """A factory with all its arguments, some of which are replaced at each call."""
+
+    def __init__(self, factory: Callable[..., GradientTransformation], bound: inspect.BoundArguments) -> None:
+        self._factory, self._args, self._kwargs = factory, bound.args, bound.kwargs
+        kinds = bound.signature.parameters.values()
+        self._positional = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        name = getattr(factory, "__name__", type(factory).__name__)
+        shown = ", ".join(f"{key}={value!r}" for key, value in _arguments(bound).items())
+        self.expression = f"inject_hyperparams({name})({shown})"
+
+    def __call__(self, values: dict[str, Any]) -> GradientTransformation:
+        head = [values.get(name, arg) for name, arg in zip(self._positional, self._args, strict=False)]
+        rest = {name: values.get(name, arg) for name, arg in self._kwargs.items()}
+        return self._factory(*head, *self._args[len(head) :], **rest)
+
+
+def _arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Every argument by name, those of `**kwargs` among them; `*args` have no names and stay out."""
+    parameters = bound.signature.parameters
+    var_kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    plain = {name: value for name, value in bound.arguments.items() if parameters[name].kind not in var_kinds}
+    return {**plain, **bound.kwargs}
+
+
+def _is_number(value: Any) -> bool:
+    is_scalar = isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
+    return isinstance(value, float) or is_scalar
+
+
+def _is_schedule(name: str, value: Any) -> bool:
+    return callable(value) and not isinstance(value, (type, Tensor)) and name not in _FUNCTIONS_OF_PARAMS
+
+
+def _scalar(value: Any, dtype: torch.dtype) -> Tensor:
+    """A fresh scalar: the caller's tensor is never shared with the state."""
+    if isinstance(value, Tensor):
+        return value.to(dtype, copy=True)
+    return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def _check_names(static: tuple[str, ...], signature: inspect.Signature) -> None:
+    unknown = sorted(set(static) - set(signature.parameters))
+    has_kwargs = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    if unknown and not has_kwargs:
+        raise ValueError(
+            f"`static_args` must name arguments of the factory: got {unknown}. It has {list(signature.parameters)}."
+        )
+
+
+def _check_values(values: dict[str, Any], expected: set[str]) -> None:
+    if set(values) != expected:
+        raise StructureError(
+            f"The state must hold the injected hyperparameters {sorted(expected)}: got {sorted(values)}. "
+            "Replace values, but keep the names."
+        )

@@ -1,0 +1,224 @@
+"""State as a flat dictionary of named tensors, and back; parts of it by name; its size."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from torch import Tensor
+
+from gefen_fn.base import OptState
+from gefen_fn.tree import StructureError, Tree, tree_leaves, tree_paths, tree_structure, tree_unflatten
+
+Path = tuple[str, ...]
+Filter = Callable[[Path, Any], bool]
+
+
+def flatten_state(state: OptState) -> dict[str, Tensor]:
+    """Name every tensor of a state `<stage>.<field>[.<leaf path>][.<subfield>]`.
+
+    The stage is the name of the transform (`ScaleByAdamState` gives `scale_by_adam`), not its place in a chain, so
+    inserting another stage keeps the names; the second of a kind is `scale_by_adam#2`. A stage's inner state, the fields
+    that begin with `inner`, is named for itself. `None` leaves are left out.
+
+    Args:
+        state: the state of any transform.
+
+    Returns:
+        The state's own tensors by name, in the state's order; nothing is copied.
+
+    Raises:
+        StructureError: if two tensors get one name.
+        TypeError: if the state holds something else than tensors.
+    """
+    flat: dict[str, Tensor] = {}
+
+    def take(key: str, leaf: Tensor) -> Tensor:
+        if key in flat:
+            raise StructureError(f"Names of state tensors must be distinct: got `{key}` twice. Rename one of the keys.")
+        flat[key] = leaf
+        return leaf
+
+    _map_stages(take, state, {})
+    return flat
+
+
+def unflatten_state(flat: Mapping[str, Tensor], like: OptState) -> OptState:
+    """Build the state that `flatten_state` would name like `flat`.
+
+    Args:
+        flat: tensors by name; they are used as they are.
+        like: a state of the same structure, such as `tx.init(params)`, possibly on the meta device.
+
+    Raises:
+        StructureError: if names, shapes or dtypes differ.
+    """
+    wanted = flatten_state(like)
+    missing, extra = sorted(wanted.keys() - flat.keys()), sorted(flat.keys() - wanted.keys())
+    if missing or extra:
+        raise StructureError(
+            f"Names must agree with the state's: missing {missing[:5]}, unknown {extra[:5]} "
+            f"({len(missing)} and {len(extra)} in all). Use the transform and params that the dictionary was made from."
+        )
+    for key, tensor in wanted.items():
+        _check_like(key, flat[key], tensor)
+    return _map_stages(lambda key, _: flat[key], like, {})
+
+
+def tree_get(state: OptState, key: str, default: Any = None, filtering: Filter | None = None) -> Any:
+    """The part of a state under a field name, a dictionary key or the class name of a state.
+
+    Args:
+        state: the state of any transform.
+        key: such as `"count"`, `"learning_rate"` or `"ScaleByAdamState"`.
+        default: returned if nothing is called `key`.
+        filtering: `filtering(path, value)` keeps only some of the matches; `path` holds the names from the root.
+
+    Raises:
+        KeyError: if more than one part matches.
+    """
+    found = [(path, value) for path, value in _named_parts(state, ()) if _matches(key, path, value, filtering)]
+    if len(found) > 1:
+        paths = [".".join(path) for path, _ in found]
+        raise KeyError(f"`key` must name one part: got {key!r}, found at {paths}. Pass `filtering`, or use flatten_state.")
+    return found[0][1] if found else default
+
+
+def tree_set(state: OptState, filtering: Filter | None = None, /, **parts: Any) -> OptState:
+    """A state in which every part called like a keyword is replaced by its value.
+
+    Args:
+        state: the state of any transform; it is not changed.
+        filtering: `filtering(path, value)` keeps only some of the matches.
+        **parts: new values by field name or dictionary key.
+
+    Raises:
+        KeyError: if a keyword names no part.
+    """
+    used: set[str] = set()
+    new = _replace_parts(state, (), parts, filtering, used)
+    unknown = sorted(parts.keys() - used)
+    if unknown:
+        raise KeyError(f"Keywords must name parts of the state: got {unknown}. It has {sorted(flatten_state(state))[:8]}.")
+    return new
+
+
+def state_bytes(state: OptState, *, world: Literal["local", "global"] = "local") -> int:
+    """Bytes of a state's tensors, each distinct one counted once; works on the meta device.
+
+    Args:
+        state: any tree of tensors.
+        world: `"local"` counts this process's shards of distributed tensors, `"global"` the whole tensors.
+
+    Raises:
+        ValueError: if `world` is neither.
+    """
+    if world not in ("local", "global"):
+        raise ValueError(f'`world` must be "local" or "global": got {world!r}. Use "local" for this process.')
+    leaves = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    local = [leaf.to_local() if hasattr(leaf, "to_local") else leaf for leaf in leaves]
+    sized = local if world == "local" else leaves
+    return sum({_identity(x): t.numel() * t.element_size() for x, t in zip(local, sized, strict=True)}.values())
+
+
+def _map_stages(f: Callable[[str, Tensor], Tensor], node: Any, seen: dict[str, int]) -> Any:
+    """Map `f(key, tensor)` over a state, stage by stage."""
+    if _is_stage(node):
+        stage = _stage_name(type(node), seen)
+        parts = {name: _map_field(f, stage, name, getattr(node, name), seen) for name in node._fields}
+        return type(node)(**parts)
+    if _holds_stages(node):
+        return _like(node, {key: _map_stages(f, value, seen) for key, value in _items(node)})
+    return _map_leaves(f, "state", node)
+
+
+def _map_field(f: Callable[[str, Tensor], Tensor], stage: str, name: str, value: Any, seen: dict[str, int]) -> Any:
+    is_inner = name.startswith("inner") and (_is_stage(value) or _holds_stages(value))
+    return _map_stages(f, value, seen) if is_inner else _map_leaves(f, f"{stage}.{name}", value)
+
+
+def _map_leaves(f: Callable[[str, Tensor], Tensor], prefix: str, tree: Tree) -> Tree:
+    keys = [f"{prefix}.{path}" if path else prefix for path in tree_paths(tree)]
+    leaves = tree_leaves(tree)
+    for key, leaf in zip(keys, leaves, strict=True):
+        if leaf is not None and not isinstance(leaf, Tensor):
+            raise TypeError(f"State must hold tensors only: got {type(leaf).__name__} at `{key}`. Make it a 0-dim tensor.")
+    out = [None if leaf is None else f(key, leaf) for key, leaf in zip(keys, leaves, strict=True)]
+    return tree_unflatten(tree_structure(tree), out)
+
+
+def _is_namedtuple(node: Any) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def _is_stage(node: Any) -> bool:
+    return _is_namedtuple(node) and type(node).__name__.endswith("State")
+
+
+def _holds_stages(node: Any) -> bool:
+    """A chain's tuple, a partition's dictionary, or something of the like inside another."""
+    if _is_namedtuple(node) or not isinstance(node, (tuple, list, dict)):
+        return False
+    children = [value for _, value in _items(node)]
+    return bool(children) and all(_is_stage(x) or _holds_stages(x) for x in children)
+
+
+def _stage_name(cls: type, seen: dict[str, int]) -> str:
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__.removesuffix("State").lstrip("_"))
+    name = words.lower() or "state"
+    seen[name] = seen.get(name, 0) + 1
+    return name if seen[name] == 1 else f"{name}#{seen[name]}"
+
+
+def _items(node: Any) -> list[tuple[Any, Any]]:
+    """Children by field name, key or index; dictionaries in sorted order, so that all processes agree."""
+    if _is_namedtuple(node):
+        return list(zip(node._fields, node, strict=True))
+    if isinstance(node, dict):
+        return sorted(node.items(), key=lambda item: (type(item[0]).__name__, item[0]))
+    return list(enumerate(node)) if isinstance(node, (tuple, list)) else []
+
+
+def _like(node: Any, children: dict[Any, Any]) -> Any:
+    """A container of `node`'s type with these children."""
+    if _is_namedtuple(node):
+        return type(node)(**children)
+    if isinstance(node, dict):
+        copy = node.copy()
+        copy.update(children)
+        return copy
+    return type(node)(children.values())
+
+
+def _named_parts(node: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    yield path, node
+    for key, value in _items(node):
+        yield from _named_parts(value, (*path, str(key)))
+
+
+def _matches(key: str, path: Path, value: Any, filtering: Filter | None) -> bool:
+    is_called = path[-1:] == (key,) or (_is_namedtuple(value) and type(value).__name__ == key)
+    return is_called and (filtering is None or filtering(path, value))
+
+
+def _replace_parts(node: Any, path: Path, parts: dict[str, Any], filtering: Filter | None, used: set[str]) -> Any:
+    for key, new in parts.items():
+        if _matches(key, path, node, filtering):
+            used.add(key)
+            return new
+    items = _items(node)
+    if not items:
+        return node
+    return _like(node, {key: _replace_parts(x, (*path, str(key)), parts, filtering, used) for key, x in items})
+
+
+def _check_like(key: str, got: Tensor, wanted: Tensor) -> None:
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        raise StructureError(
+            f"`{key}` must be {wanted.dtype} of shape {tuple(wanted.shape)}: got {got.dtype} of shape {tuple(got.shape)}. "
+            "Do not cast or reshape a saved state; use the same blocks and policies."
+        )
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
