@@ -1,0 +1,309 @@
+"""Plain-torch reference of every block operation: the definition that the other back ends are held to.
+
+A leaf of shape `shape` is seen as `[..., C]`: the axes `start..` are merged into `C` columns, cut into blocks of
+`block` entries, the last one possibly shorter. Scales have shape `shape[:start] + (ceil(C / block),)`.
+All functions are pure, free of data-dependent control, and work under `torch.vmap` and `torch.compile`.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Ties = Literal["zero", "published"]
+
+_CHUNK = 1 << 20  # entries whose codes are widened to integers at one time
+_HALF_BINS = 2048
+_MASK = 0xFFFFFFFF
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def block_count(columns: int, block: int) -> int:
+    """Number of blocks in a row of `columns` entries: `ceil(columns / block)`.
+
+    Raises:
+        ValueError: if `block < 1`.
+    """
+    if block < 1:
+        raise ValueError(f"`block` must be at least 1: got block={block}. Use 256, the default, or a smaller length.")
+    return -(-columns // block)
+
+
+def scale_shape(shape: Sequence[int], block: int, start: int = 1) -> tuple[int, ...]:
+    """Shape of the scales of a leaf: `shape[:start] + (ceil(prod(shape[start:]) / block),)`.
+
+    Raises:
+        ValueError: if `start` is negative or beyond the last axis, or if `block < 1`.
+    """
+    if not 0 <= start <= len(shape):
+        raise ValueError(
+            f"`start` must lie between 0 and the number of axes: got start={start} for shape {tuple(shape)}. "
+            "Use start=1, or start=0 for a flattened leaf."
+        )
+    return (*shape[:start], block_count(math.prod(shape[start:]), block))
+
+
+def block_absmax(x: Tensor, *, block: int, start: int = 1) -> Tensor:
+    """Largest magnitude of each block, fp32.
+
+    Args:
+        x: a leaf of any floating dtype.
+        block: entries per block.
+        start: first of the axes that are merged into columns.
+
+    Returns:
+        `scale_shape(x.shape, block, start)`; NaN or infinite where the block holds such an entry.
+    """
+    return _per_block(_columns(x, block, start).abs(), block, lambda rows: rows.amax(-1))
+
+
+def block_mean_square(x: Tensor, *, block: int, start: int = 1) -> Tensor:
+    """Mean of `x^2` over the entries of each block, fp32, added by `tree_sum`.
+
+    Args:
+        x: a leaf of any floating dtype.
+        block: entries per block; a shorter last block is divided by its own length.
+        start: first of the axes that are merged into columns.
+
+    Returns:
+        `scale_shape(x.shape, block, start)`.
+    """
+    columns = _columns(x, block, start)
+    sums = _per_block(columns * columns, block, lambda rows: tree_sum(rows, -1))
+    first = torch.arange(sums.shape[-1], device=x.device) * block
+    # A tensor as divisor: CUDA turns division by a Python number into a product with its rounded reciprocal.
+    return sums / (columns.shape[-1] - first).clamp(max=block).to(torch.float32)
+
+
+def expand_blocks(scales: Tensor, shape: Sequence[int], *, block: int, start: int = 1) -> Tensor:
+    """Give every entry of a leaf the scale of its block: `scales[..., arange(C) // block]`.
+
+    Args:
+        scales: `scale_shape(shape, block, start)`.
+        shape: shape of the leaf.
+        block: entries per block.
+        start: first of the axes that are merged into columns.
+
+    Returns:
+        A contiguous tensor of `shape`.
+
+    Raises:
+        ValueError: if `scales` has another shape.
+    """
+    expected = scale_shape(shape, block, start)
+    if tuple(scales.shape) != expected:
+        raise ValueError(
+            f"scales must have shape {expected} for a leaf of shape {tuple(shape)}, block={block}, start={start}: "
+            f"got {tuple(scales.shape)}. Was the state made with another `block`?"
+        )
+    index = torch.arange(math.prod(shape[start:]), device=scales.device) // block
+    return scales.index_select(-1, index).reshape(tuple(shape))
+
+
+def nearest(x: Tensor, codebook: Tensor, *, ties: Ties = "zero") -> Tensor:
+    """Code of the level nearest to each entry, by the fp32 midpoints `(c[k] + c[k + 1]) * 0.5`.
+
+    Args:
+        x: fp32 of any shape, usually in [-1, 1].
+        codebook: `[K]` fp32 levels, non-decreasing, `K <= 256`.
+        ties: an entry on a midpoint goes toward zero ("zero") or to the lower level ("published").
+
+    Returns:
+        uint8 of `x.shape`. A level that is exactly 0 is written as `K // 2`, and so is a non-finite entry.
+
+    Raises:
+        ValueError: if `ties` is neither of the two.
+    """
+    bounds = _midpoints(codebook, ties)
+    return _in_chunks(lambda part: _zero_code(part, torch.bucketize(part, bounds, out_int32=True), codebook), x)
+
+
+def encode(
+    x: Tensor, codebook: Tensor, *, block: int, start: int = 1, ties: Ties = "zero", noise: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes and block scales of a leaf: `absmax = max |x|` over the block, code of `x / absmax`.
+
+    A non-finite entry gets the zero code and leaves its `absmax` non-finite. An `absmax` below the smallest normal
+    fp32 is stored as 0, its block as zeros.
+
+    Args:
+        x: a leaf of any floating dtype.
+        codebook: `[K]` fp32 levels from -1 to 1, non-decreasing, `K <= 256`.
+        block: entries per block.
+        start: first of the axes that are merged into columns.
+        ties: as in `nearest`.
+        noise: fp32 of `x.shape`, uniform in [0, 1): round stochastically, to the level above or below by distance.
+
+    Returns:
+        `(codes, absmax)`: uint8 of `x.shape`, fp32 of `scale_shape(x.shape, block, start)`.
+    """
+    ratio, absmax = _scaled(x, block, start)
+    if noise is None:
+        return nearest(ratio, codebook, ties=ties), absmax
+    return _stochastic(ratio, codebook, noise), absmax
+
+
+def decode(codes: Tensor, absmax: Tensor, codebook: Tensor, *, block: int, start: int = 1) -> Tensor:
+    """The values that codes stand for: `codebook[codes] * absmax`, fp32 of `codes.shape`.
+
+    Args:
+        codes: uint8, the leaf's own shape.
+        absmax: fp32 of `scale_shape(codes.shape, block, start)`.
+        codebook: `[K]` fp32 levels.
+        block: entries per block.
+        start: first of the axes that are merged into columns.
+    """
+    # uint8 tensors index as masks in torch, hence the integers.
+    levels = _in_chunks(lambda part: codebook[part.to(torch.int32)], codes.contiguous(), codebook.dtype)
+    return levels * expand_blocks(absmax, codes.shape, block=block, start=start)
+
+
+def tree_sum(x: Tensor, dim: int) -> Tensor:
+    """Sum along `dim` by the fixed pairwise tree: pad with zeros to a power of two, add neighbours until one is left.
+
+    The bits depend on the entries and their order alone, never on the device or the number of threads.
+    """
+    dim = dim % x.dim()
+    if x.shape[dim] == 0:
+        return x.sum(dim)
+    while (length := x.shape[dim]) > 1:
+        pairs = torch.unflatten(x.narrow(dim, 0, length - length % 2), dim, (length // 2, 2))
+        sums = pairs.select(dim + 1, 0) + pairs.select(dim + 1, 1)
+        # An entry without neighbour meets only padding on this level.
+        x = torch.cat([sums, x.narrow(dim, length - 1, 1)], dim) if length % 2 else sums
+    return x.select(dim, 0)
+
+
+def histogram(x: Tensor, *, block: int, start: int = 1) -> Tensor:
+    """Counts of `x / absmax` in 4096 equal bins on [-1, 1], for learning a codebook.
+
+    The magnitude is binned in 2048 half-open bins on [0, 1] and mirrored for negative entries, so that the counts of
+    `-x` are the counts of `x` reversed. Exact zeros, non-finite entries and blocks stored as zero do not count.
+
+    Args:
+        x: a leaf of any floating dtype.
+        block: entries per block.
+        start: first of the axes that are merged into columns.
+
+    Returns:
+        `[4096]` int64.
+    """
+    ratio, _ = _scaled(x, block, start)
+    counts = torch.zeros(2 * _HALF_BINS, dtype=torch.int64, device=x.device)
+    for part in torch.split(ratio.reshape(-1), _CHUNK):
+        counted = part.isfinite() & (part != 0)
+        magnitude = (torch.where(counted, part.abs(), 0.0) * _HALF_BINS).to(torch.int64).clamp(max=_HALF_BINS - 1)
+        bins = torch.where(part < 0, _HALF_BINS - 1 - magnitude, _HALF_BINS + magnitude)
+        counts = counts.scatter_add(0, bins, counted.to(torch.int64))
+    return counts
+
+
+def uniform(seed: int, count: Tensor, shape: Sequence[int], device: torch.device | str) -> Tensor:
+    """Uniform noise in [0, 1) that depends on `(seed, count, flat index)` alone.
+
+    Entry `i` is word `i % 4` of Philox4x32-10 with key `seed` (64 bits) and counter `(i // 4, count)` (64 bits each),
+    its upper 24 bits times 2^-24.
+
+    Args:
+        seed: a non-negative integer below 2^64.
+        count: 0-dim integer tensor, the leaf's count.
+        shape: shape of the result.
+        device: device of the result.
+
+    Returns:
+        fp32 of `shape`.
+    """
+    size = math.prod(shape)
+    index = torch.arange(block_count(size, 4), dtype=torch.int64, device=device)
+    step = count.to(device=device, dtype=torch.int64)
+    counter = (index & _MASK, index >> 32, step & _MASK, (step >> 32) & _MASK)
+    words = torch.stack(philox(counter, (seed & _MASK, (seed >> 32) & _MASK)), dim=-1)
+    return ((words.reshape(-1)[:size] >> 8).to(torch.float32) * 2.0**-24).reshape(tuple(shape))
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+    Args:
+        counter: four int64 tensors of 32-bit words that broadcast together.
+        key: two 32-bit words.
+
+    Returns:
+        Four int64 tensors of 32-bit words.
+    """
+    (a, b, c, d), (k0, k1) = counter, key
+    for _ in range(10):
+        high0, low0 = _multiply(0xD2511F53, a)
+        high1, low1 = _multiply(0xCD9E8D57, c)
+        a, b, c, d = high1 ^ b ^ k0, low1, high0 ^ d ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return a, b, c, d
+
+
+def _multiply(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
+    """Upper and lower 32 bits of a 32 x 32 bit product, by 16-bit halves so that no int64 overflows."""
+    lower = factor * (word & 0xFFFF)
+    upper = factor * (word >> 16) + (lower >> 16)
+    return upper >> 16, ((upper & 0xFFFF) << 16) | (lower & 0xFFFF)
+
+
+def _columns(x: Tensor, block: int, start: int) -> Tensor:
+    """`x` as fp32 `[..., C]`."""
+    lead = scale_shape(x.shape, block, start)[:-1]
+    return x.to(torch.float32).reshape(*lead, math.prod(x.shape[start:]))
+
+
+def _scaled(x: Tensor, block: int, start: int) -> tuple[Tensor, Tensor]:
+    """`x / absmax` as fp32 of `x.shape`, contiguous, and `absmax`; NaN or infinite where `absmax` is 0."""
+    absmax = block_absmax(x, block=block, start=start)
+    absmax = torch.where(absmax < _TINY, 0.0, absmax)
+    return x.to(torch.float32).contiguous() / expand_blocks(absmax, x.shape, block=block, start=start), absmax
+
+
+def _per_block(columns: Tensor, block: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+    """Reduce the last axis of whole blocks `[..., n, block]` and of the ragged tail `[..., 1, rest]` separately."""
+    whole, rest = divmod(columns.shape[-1], block)
+    scales = reduce(torch.unflatten(columns[..., : whole * block], -1, (whole, block)))
+    if not rest:
+        return scales
+    return torch.cat([scales, reduce(columns[..., whole * block :].unsqueeze(-2))], dim=-1)
+
+
+def _midpoints(codebook: Tensor, ties: Ties) -> Tensor:
+    """`[K - 1]` bounds such that the code of x is the number of bounds below x."""
+    if ties not in ("zero", "published"):
+        raise ValueError(f'`ties` must be "zero" or "published": got {ties!r}. Use "zero", the default.')
+    middle = (codebook[:-1] + codebook[1:]) * 0.5
+    if ties == "published":
+        return middle
+    # An entry on a negative midpoint belongs above it: count that midpoint as the next number below.
+    return torch.where(middle < 0, torch.nextafter(middle, torch.full_like(middle, -math.inf)), middle)
+
+
+def _zero_code(x: Tensor, codes: Tensor, codebook: Tensor) -> Tensor:
+    """Write `K // 2` for entries that are not finite and for levels that are exactly 0."""
+    zero = codebook.shape[0] // 2
+    return torch.where(x.isfinite() & (codebook[codes] != 0), codes, zero).to(torch.uint8)
+
+
+def _stochastic(x: Tensor, codebook: Tensor, noise: Tensor) -> Tensor:
+    """Round to one of the two levels around x, away from zero where `noise` is below the share of the gap."""
+    last = codebook.shape[0] - 2
+    below = (torch.bucketize(x, codebook, right=True, out_int32=True) - 1).clamp(0, last)
+    low, high = codebook[below], codebook[below + 1]
+    # Measured from the level nearer to zero, so that -x takes the mirrored level under the same noise.
+    share = torch.where(x < 0, high - x, x - low) / (high - low)
+    codes = below + ((x < 0) ^ (noise < share)).to(torch.int32)
+    return _zero_code(x, codes, codebook)
+
+
+def _in_chunks(op: Callable[[Tensor], Tensor], x: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """`op(x)` for an elementwise op with results of `dtype`, whose intermediates would be larger than x."""
+    if x.numel() <= _CHUNK or torch.compiler.is_compiling():
+        return op(x)
+    out = x.new_empty(x.shape, dtype=dtype)
+    for source, target in zip(torch.split(x.reshape(-1), _CHUNK), torch.split(out.view(-1), _CHUNK), strict=True):
+        target.copy_(op(source))
+    return out
