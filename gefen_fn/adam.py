@@ -23,7 +23,7 @@ from gefen_fn.tree import Tree, broadcast, check_floating, map_update
 class ScaleByAdamState(NamedTuple):
     """`count`: int32 per leaf, updates of that leaf; `mu`, `nu`: the moments, as the parameters."""
 
-    count: Tree  # type: ignore[assignment]  # a field may not share the name of a tuple's method
+    count: Tree
     mu: Tree
     nu: Tree
 

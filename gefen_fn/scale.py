@@ -50,7 +50,7 @@ class TraceState(NamedTuple):
 class EmaState(NamedTuple):
     """`count`: int32 per leaf, updates of that leaf; `ema`: the average."""
 
-    count: Tree  # type: ignore[assignment]  # a field may not share the name of a tuple's method
+    count: Tree
     ema: Tree
 
 
@@ -66,7 +66,9 @@ def by_scalar(text: str, value: Any, rule: TreeRule) -> GradientTransformation:
     def init(params: Params) -> OptState:
         return ScaleByScheduleState(new_count()) if callable(value) else EmptyState()
 
-    def update(updates: Updates, state: OptState, params: Params | None = None, **extra: Any) -> tuple[Updates, OptState]:
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
         if not callable(value):
             check_state(state, EmptyState)
             return rule(updates, value, params), state
@@ -125,11 +127,15 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
         TypeError: if `step_size_fn` is not callable.
     """
     if not callable(step_size_fn):
-        raise TypeError(f"step_size_fn must be callable: got {type(step_size_fn).__name__}. For a constant use `scale`.")
+        raise TypeError(
+            f"step_size_fn must be callable: got {type(step_size_fn).__name__}. For a constant use `scale`."
+        )
     return by_scalar(expression("scale_by_schedule", step_size_fn), step_size_fn, _scale_rule)
 
 
-def add_decayed_weights(weight_decay: ScalarOrSchedule | Tree = 0.0, mask: Mask | None = None) -> GradientTransformation:
+def add_decayed_weights(
+    weight_decay: ScalarOrSchedule | Tree = 0.0, mask: Mask | None = None
+) -> GradientTransformation:
     """Add `weight_decay * p` to the updates: decoupled weight decay (arXiv 1711.05101) when it stands after Adam.
 
     Args:
@@ -172,7 +178,9 @@ def counts(params: Params) -> Tree:
     return tree_map(lambda _: new_count(), params)
 
 
-def trace(decay: Scalar | Tree, nesterov: bool = False, accumulator_dtype: torch.dtype | None = None) -> GradientTransformation:
+def trace(
+    decay: Scalar | Tree, nesterov: bool = False, accumulator_dtype: torch.dtype | None = None
+) -> GradientTransformation:
     """Momentum: `t <- g + decay * t`; the update is `t`, or `g + decay * t` with Nesterov's look-ahead.
 
     Args:
@@ -193,7 +201,9 @@ def trace(decay: Scalar | Tree, nesterov: bool = False, accumulator_dtype: torch
         new = u.float() + t.float() * rounded(d)
         return u.float() + new * rounded(d) if nesterov else new, new.to(t.dtype)
 
-    def update(updates: Updates, state: TraceState, params: Params | None = None, **extra: Any) -> tuple[Updates, TraceState]:
+    def update(
+        updates: Updates, state: TraceState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, TraceState]:
         check_state(state, TraceState)
         out, new = map_update(leaf, updates, state, broadcast(decay, updates))
         return out, TraceState(*new)
@@ -201,7 +211,9 @@ def trace(decay: Scalar | Tree, nesterov: bool = False, accumulator_dtype: torch
     return named(expression("trace", decay, nesterov=nesterov), init, update)
 
 
-def ema(decay: Scalar | Tree, debias: bool = True, accumulator_dtype: torch.dtype | None = None) -> GradientTransformation:
+def ema(
+    decay: Scalar | Tree, debias: bool = True, accumulator_dtype: torch.dtype | None = None
+) -> GradientTransformation:
     """Exponential moving average of the updates: `e <- decay * e + (1 - decay) * g`.
 
     Args:
@@ -222,7 +234,9 @@ def ema(decay: Scalar | Tree, debias: bool = True, accumulator_dtype: torch.dtyp
         count, new = count + 1, moving_average(d, e, u)
         return new / bias_correction(d, count) if debias else new, count, new.to(e.dtype)
 
-    def update(updates: Updates, state: EmaState, params: Params | None = None, **extra: Any) -> tuple[Updates, EmaState]:
+    def update(
+        updates: Updates, state: EmaState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, EmaState]:
         check_state(state, EmaState)
         out, new = map_update(leaf, updates, state, broadcast(decay, updates))
         return out, EmaState(*new)
@@ -239,7 +253,9 @@ def zero_nans() -> GradientTransformation:
     def leaf(u: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
         return torch.where(u.isnan(), torch.zeros_like(u), u), u.isnan().any()
 
-    def update(updates: Updates, state: ZeroNansState, params: Params | None = None, **extra: Any) -> tuple[Updates, ZeroNansState]:
+    def update(
+        updates: Updates, state: ZeroNansState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, ZeroNansState]:
         check_state(state, ZeroNansState)
         out, new = map_update(leaf, updates, state)
         return out, ZeroNansState(*new)

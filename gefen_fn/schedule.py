@@ -36,7 +36,9 @@ def constant_schedule(value: Scalar) -> Schedule:
     return _on_counts("constant_schedule", lambda count: torch.zeros_like(count) + value)
 
 
-def linear_schedule(init_value: Scalar, end_value: Scalar, transition_steps: int, transition_begin: int = 0) -> Schedule:
+def linear_schedule(
+    init_value: Scalar, end_value: Scalar, transition_steps: int, transition_begin: int = 0
+) -> Schedule:
     """A straight line from `init_value` to `end_value`; see `polynomial_schedule`."""
     return polynomial_schedule(init_value, end_value, 1, transition_steps, transition_begin)
 
@@ -68,7 +70,9 @@ def polynomial_schedule(
     return _on_counts("polynomial_schedule", value)
 
 
-def cosine_decay_schedule(init_value: Scalar, decay_steps: int, alpha: Scalar = 0.0, exponent: Scalar = 1.0) -> Schedule:
+def cosine_decay_schedule(
+    init_value: Scalar, decay_steps: int, alpha: Scalar = 0.0, exponent: Scalar = 1.0
+) -> Schedule:
     """`init_value * ((1 - alpha) * cosine**exponent + alpha)`, half a period over `decay_steps` (arXiv 1608.03983).
 
     Args:
@@ -116,17 +120,19 @@ def exponential_decay(
         raise ValueError(f"decay_rate >= 0 must hold: got {decay_rate!r}. A rate below 1 decays.")
     if transition_steps == 0 or decay_rate == 0:
         return constant_schedule(init_value)
-    low, high = (end_value, None) if decay_rate < 1 else (None, end_value)
+    bound = torch.maximum if decay_rate < 1 else torch.minimum
 
     def value(count: Tensor) -> Tensor:
         periods = torch.clamp(count - transition_begin, min=0) / transition_steps
         decayed = init_value * decay_rate ** (torch.floor(periods) if staircase else periods)
-        return decayed if end_value is None else torch.clamp(decayed, low, high)
+        return decayed if end_value is None else bound(decayed, _as_float64(end_value, decayed))
 
     return _on_counts("exponential_decay", value)
 
 
-def piecewise_constant_schedule(init_value: Scalar, boundaries_and_scales: Mapping[int, float] | None = None) -> Schedule:
+def piecewise_constant_schedule(
+    init_value: Scalar, boundaries_and_scales: Mapping[int, float] | None = None
+) -> Schedule:
     """`init_value` times the scale of every boundary that the count has reached.
 
     Args:
@@ -211,7 +217,9 @@ def warmup_cosine_decay_schedule(
         )
     alpha = 0.0 if peak_value == 0.0 else end_value / peak_value
     up = linear_schedule(init_value, peak_value, warmup_steps)
-    return join_schedules([up, cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha, exponent)], [warmup_steps])
+    return join_schedules(
+        [up, cosine_decay_schedule(peak_value, decay_steps - warmup_steps, alpha, exponent)], [warmup_steps]
+    )
 
 
 def warmup_stable_decay_schedule(
