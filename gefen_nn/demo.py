@@ -1,0 +1,131 @@
+"""`gefen demo`: trains a small decoder with each optimizer, stops, resumes in a new process, and reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from gefen_nn.demo_data import Text, standard_library_text
+from gefen_nn.demo_report import draw, progress_bars, show
+from gefen_nn.demo_train import LABELS, Run, Settings, load_run, same_bits, torch_threads, write_atomically
+
+
+def run_demo(names: Sequence[str], settings: Settings, out: Path, *, as_json: bool = False) -> bool:
+    """Trains, resumes, compares; writes `demo.json`, `demo.png` and the half-way checkpoint into `out`.
+
+    Args:
+        names: Optimizers, keys of `OPTIMIZERS`; Gefen is the one resumed if it is among them, else the last.
+        settings: Steps, seed and sizes; `steps >= 2`.
+        out: Folder for the results, made if missing.
+        as_json: Print the report as JSON instead of a table.
+
+    Returns:
+        Whether the resumed run equals the uninterrupted one to the bit.
+
+    Raises:
+        RuntimeError: If the resuming process fails.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    text = standard_library_text()
+    runs = {name: Run(name, settings) for name in names}
+    resumed = runs.get("gefen", runs[names[-1]])
+    checkpoint = out / "half-way.pt"
+    with torch_threads(settings.threads):
+        _train(list(runs.values()), text, save=(resumed, checkpoint))
+        report = _report(runs, text)
+    report["resume"] = _resume_elsewhere(resumed, checkpoint)
+    _publish(report, out, as_json)
+    return bool(report["resume"]["equal"])
+
+
+def resume_demo(checkpoint: Path, out: Path) -> None:
+    """Loads a checkpoint, trains to the end and saves what the parent process compares.
+
+    Args:
+        checkpoint: Written by `run_demo` half-way.
+        out: File for the final parameters (`model`) and the losses of the steps taken (`losses`).
+    """
+    run = load_run(checkpoint)
+    with torch_threads(run.settings.threads):
+        _train([run], standard_library_text(), label="{} resumed")
+    write_atomically(out, {"model": run.model.state_dict(), "losses": run.losses})
+
+
+def _train(runs: list[Run], text: Text, *, save: tuple[Run, Path] | None = None, label: str = "{}") -> None:
+    # Runs take turns at each step, so that a busy machine slows all of them alike.
+    settings, first = runs[0].settings, runs[0].step
+    with progress_bars() as bars:
+        fields: dict[str, Any] = {"total": settings.steps, "completed": first, "loss": float("nan"), "speed": 0.0}
+        tasks = [bars.add_task(label.format(LABELS[run.name]), **fields) for run in runs]
+        for step in range(first, settings.steps):
+            if save and step == settings.steps // 2:
+                save[0].save(save[1])
+            for run, task in zip(runs, tasks, strict=True):
+                loss = run.train_step(text)
+                bars.update(task, advance=1, loss=loss, speed=_tokens_per_second(run))
+
+
+def _tokens_per_second(run: Run) -> float:
+    recent = run.step_seconds[-20:]
+    return run.settings.batch * run.settings.context * len(recent) / sum(recent)
+
+
+def _report(runs: dict[str, Run], text: Text) -> dict[str, Any]:
+    first = next(iter(runs.values()))
+    data = {"train_bytes": text.train.numel(), "validation_bytes": text.validation.numel()}
+    return {
+        "parameters": first.parameter_count(),
+        "settings": first.settings._asdict(),
+        "data": data,
+        "torch": torch.__version__,
+        "optimizers": {name: _row(run, text) for name, run in runs.items()},
+    }
+
+
+def _row(run: Run, text: Text) -> dict[str, Any]:
+    return {
+        "label": LABELS[run.name],
+        "validation_loss": run.validation_loss(text),
+        "state_bytes_per_param": run.state_bytes() / run.parameter_count(),
+        "step_ms": 1e3 * median(run.step_seconds),
+        "optimizer_ms": 1e3 * median(run.optimizer_seconds),
+        "first_step_ms": 1e3 * run.step_seconds[0],
+        "losses": run.losses,
+    }
+
+
+def _resume_elsewhere(run: Run, checkpoint: Path) -> dict[str, Any]:
+    result = checkpoint.with_name("resumed.pt")
+    _call_resume(checkpoint, result)
+    resumed = torch.load(result, weights_only=True)
+    step = run.settings.steps // 2
+    same_losses = resumed["losses"] == run.losses[step:]
+    equal = same_losses and same_bits(resumed["model"], run.model.state_dict())
+    return {"label": LABELS[run.name], "step": step, "equal": equal, "losses": resumed["losses"]}
+
+
+def _call_resume(checkpoint: Path, result: Path) -> None:
+    command = [sys.executable, "-m", "gefen_nn.cli", "demo-resume", str(checkpoint), str(result)]
+    # The child must find the same packages, also when they were found through a changed `sys.path`.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    code = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
+    if code:
+        raise RuntimeError(f"`demo-resume` must exit with 0: got {code}. Its message stands above; fix it and rerun.")
+
+
+def _publish(report: dict[str, Any], out: Path, as_json: bool) -> None:
+    (out / "demo.json").write_text(json.dumps(report, indent=1) + "\n")
+    draw(report, out / "demo.png")
+    if as_json:
+        print(json.dumps(report))
+        return
+    show(report)
+    print(f"Wrote demo.json and demo.png to {out}.")

@@ -1,0 +1,175 @@
+"""The demo's training runs: one model and optimizer per run, stepped, saved, resumed and compared."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gefen_nn.demo_data import Text, batch_at
+from gefen_nn.demo_model import Decoder, next_byte_loss
+from gefen_nn.presets import Gefen
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "gefen": Gefen}
+LABELS = {"adamw": "AdamW", "gefen": "Gefen"}
+_VALIDATION_BATCHES = 16
+
+
+class Settings(NamedTuple):
+    """What a run depends on besides its optimizer; plain values, so that a checkpoint can carry them."""
+
+    steps: int = 300
+    seed: int = 0
+    batch: int = 8
+    context: int = 128
+    threads: int = 2
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+
+
+class Run:
+    """One model, its optimizer and schedule, with the losses and times of the steps taken.
+
+    Args:
+        name: A key of `OPTIMIZERS`.
+        settings: Seed, sizes and learning rate; runs with equal settings start from equal parameters.
+    """
+
+    def __init__(self, name: str, settings: Settings) -> None:
+        self.name, self.settings, self.step = name, settings, 0
+        self.losses: list[float] = []
+        self.step_seconds: list[float] = []
+        self.optimizer_seconds: list[float] = []
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            self.model = Decoder(context=settings.context)
+        options = {"lr": settings.lr, "betas": (0.9, 0.99), "weight_decay": settings.weight_decay}
+        self.optimizer = OPTIMIZERS[name](self.model.parameters(), **options)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda at: _lr_factor(at, settings.steps))
+
+    def train_step(self, text: Text) -> float:
+        """Takes one step on the batch of the current step number.
+
+        Args:
+            text: What to train on.
+
+        Returns:
+            The loss before the step, in nats per byte.
+        """
+        settings = self.settings
+        batch = batch_at(text.train, self.step, seed=settings.seed, batch=settings.batch, context=settings.context)
+        started = time.perf_counter()
+        loss = next_byte_loss(self.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves `backward` unannotated
+        differentiated = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer_seconds.append(time.perf_counter() - differentiated)
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.step_seconds.append(time.perf_counter() - started)
+        self.losses.append(loss.item())
+        self.step += 1
+        return self.losses[-1]
+
+    @torch.no_grad()
+    def validation_loss(self, text: Text) -> float:
+        """Mean loss over fixed batches of the held-out files, in nats per byte."""
+        size = {"batch": self.settings.batch, "context": self.settings.context}
+        batches = [batch_at(text.validation, index, seed=0, **size) for index in range(_VALIDATION_BATCHES)]
+        return sum(next_byte_loss(self.model, batch).item() for batch in batches) / _VALIDATION_BATCHES
+
+    def parameter_count(self) -> int:
+        """Trained entries."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state, a tensor shared between parameters counted once."""
+        tensors = {_identity(value): value for entry in self.optimizer.state.values() for value in _tensors(entry)}
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+    def save(self, path: Path) -> None:
+        """Writes model, optimizer, schedule and step; the file appears whole or not at all.
+
+        Args:
+            path: Where to; an older file there is replaced.
+        """
+        parts = {"model": self.model, "optimizer": self.optimizer, "scheduler": self.scheduler}
+        facts = {"name": self.name, "settings": self.settings._asdict(), "step": self.step}
+        write_atomically(path, {**{key: part.state_dict() for key, part in parts.items()}, **facts})
+
+
+def load_run(path: Path) -> Run:
+    """Rebuilds a run from `Run.save`'s file, trusting it with no code.
+
+    Args:
+        path: The checkpoint.
+
+    Returns:
+        A run at the saved step, with no losses yet.
+    """
+    checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
+    run = Run(checkpoint["name"], Settings(**checkpoint["settings"]))
+    run.model.load_state_dict(checkpoint["model"])
+    run.optimizer.load_state_dict(checkpoint["optimizer"])
+    run.scheduler.load_state_dict(checkpoint["scheduler"])
+    run.step = checkpoint["step"]
+    return run
+
+
+def write_atomically(path: Path, content: object) -> None:
+    """Saves with `torch.save` beside `path`, then renames.
+
+    Args:
+        path: The final name.
+        content: What `torch.load(weights_only=True)` can read back.
+    """
+    partial = path.with_name(path.name + ".partial")
+    torch.save(content, partial)
+    os.replace(partial, path)
+
+
+def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    """Whether two flat dictionaries hold the same names, types, shapes and bytes."""
+    if left.keys() != right.keys():
+        return False
+    return all(_bits(tensor) == _bits(right[name]) for name, tensor in left.items())
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Runs torch on `count` threads inside the block: the bits of a sum depend on how many share it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _lr_factor(step: int, steps: int) -> float:
+    # A tenth of linear warm-up, then a cosine to a twentieth of the peak.
+    warmup = max(1, steps // 10)
+    if step < warmup:
+        return (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _tensors(entry: dict[str, Any]) -> Iterator[Tensor]:
+    return (value for value in entry.values() if isinstance(value, Tensor))
+
+
+def _identity(tensor: Tensor) -> tuple[int, int, int]:
+    # Two empty tensors share a null pointer; they weigh nothing, so it does not matter.
+    return tensor.data_ptr(), tensor.numel(), tensor.element_size()
+
+
+def _bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    return tensor.dtype, tensor.shape, tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()

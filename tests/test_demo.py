@@ -1,0 +1,159 @@
+"""The demo, run small through its command line."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gefen_nn import cli
+from gefen_nn.demo_data import batch_at, standard_library_text
+from gefen_nn.demo_model import Decoder, next_byte_loss
+from gefen_nn.demo_train import OPTIMIZERS, Run, Settings, load_run, same_bits
+
+TINY = Settings(steps=4, batch=2, context=16, threads=1)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return standard_library_text()
+
+
+def test_the_demo_trains_both_resumes_to_the_bit_and_leaves_its_report(tmp_path, capsys):
+    assert cli.main(["demo", "--steps", "6", "--seed", "3", "--out", str(tmp_path), "--json"]) == 0
+    report = json.loads((tmp_path / "demo.json").read_text())
+    assert json.loads(capsys.readouterr().out) == report
+    assert list(report["optimizers"]) == ["adamw", "gefen"]
+    for row in report["optimizers"].values():
+        assert len(row["losses"]) == 6
+        assert row["losses"][-1] < row["losses"][0]
+        assert 0 < row["validation_loss"] < 6
+        assert 0 < row["optimizer_ms"] <= row["step_ms"]
+    assert 7.9 < report["optimizers"]["adamw"]["state_bytes_per_param"] < 8.1
+    assert report["optimizers"]["gefen"]["state_bytes_per_param"] < 1.2
+    resume = report["resume"]
+    assert (resume["label"], resume["step"], resume["equal"]) == ("Gefen", 3, True)
+    assert resume["losses"] == report["optimizers"]["gefen"]["losses"][3:]
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        ([], "COMMAND"),
+        (["train"], "invalid choice"),
+        (["demo", "--optimizer", "sgd"], "adamw, gefen: got 'sgd'"),
+        (["demo", "--optimizer", "adamw,"], "got ''"),
+        (["demo", "--steps", "1"], "integer >= 2: got '1'"),
+        (["demo", "--steps", "many"], "integer >= 2: got 'many'"),
+        (["demo", "--seed", "-1"], "--seed"),
+        (["demo", "--out", __file__], "must be a folder"),
+        (["demo", "--colour"], "unrecognized arguments"),
+    ],
+)
+def test_wrong_arguments_exit_with_two_and_a_reason(arguments, reason, capsys):
+    assert cli.main(arguments) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_help_exits_with_zero_and_hides_the_inner_command(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "demo" in shown
+    assert "demo-resume" not in shown
+
+
+def test_a_missing_checkpoint_exits_with_one_and_a_reason(tmp_path, capsys):
+    assert cli.main(["demo-resume", str(tmp_path / "absent.pt"), str(tmp_path / "out.pt")]) == 1
+    assert "absent.pt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["matplotlib", "rich"])
+def test_without_the_extras_the_command_names_them(missing, tmp_path, monkeypatch, capsys):
+    for name in [name for name in sys.modules if name.split(".")[0] == missing or name.startswith("gefen_nn.demo")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert cli.main(["demo", "--out", str(tmp_path)]) == 1
+    assert "pip install 'gefen-fn[demo]'" in capsys.readouterr().err
+
+
+def test_the_package_imports_without_the_extras():
+    code = "import sys, gefen_nn, gefen_nn.cli; assert not {'rich', 'matplotlib'} & set(sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_saved_and_loaded_continues_with_the_same_bits(name, text, tmp_path):
+    whole = Run(name, TINY)
+    for _ in range(2):
+        whole.train_step(text)
+    whole.save(tmp_path / "run.pt")
+    resumed = load_run(tmp_path / "run.pt")
+    for _ in range(2):
+        assert whole.train_step(text) == resumed.train_step(text)
+    assert same_bits(whole.model.state_dict(), resumed.model.state_dict())
+    assert [path.name for path in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_runs_of_one_seed_start_from_equal_parameters_and_leave_the_global_generator_alone():
+    before = torch.get_rng_state()
+    first, second, other = Run("adamw", TINY), Run("adamw", TINY), Run("adamw", TINY._replace(seed=1))
+    assert same_bits(first.model.state_dict(), second.model.state_dict())
+    assert not same_bits(first.model.state_dict(), other.model.state_dict())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_same_bits_tells_zeros_by_sign_and_types_by_width():
+    zero = {"x": torch.zeros(2)}
+    assert same_bits(zero, {"x": torch.zeros(2)})
+    assert not same_bits(zero, {"x": -torch.zeros(2)})
+    assert not same_bits(zero, {"x": torch.zeros(2, dtype=torch.float64)})
+    assert not same_bits(zero, {"y": torch.zeros(2)})
+
+
+def test_a_batch_depends_on_seed_and_step_alone_and_stays_inside_the_text(text):
+    size = {"batch": 4, "context": 8}
+    batch = batch_at(text.train, 5, seed=2, **size)
+    assert batch.shape == (4, 9)
+    assert torch.equal(batch, batch_at(text.train, 5, seed=2, **size))
+    assert not torch.equal(batch, batch_at(text.train, 6, seed=2, **size))
+    shortest = torch.arange(9, dtype=torch.uint8)
+    assert torch.equal(batch_at(shortest, 0, seed=0, **size), torch.arange(9).expand(4, 9))
+
+
+def test_the_text_is_a_few_megabytes_and_its_two_parts_share_no_file(tmp_path):
+    text = standard_library_text()
+    assert 2e6 < text.train.numel() < 1e7
+    assert 1e5 < text.validation.numel() < text.train.numel() / 4
+    for index in range(10):
+        (tmp_path / f"m{index}.py").write_text(str(index))
+    small = standard_library_text(tmp_path)
+    assert bytes(small.train.tolist()) == b"0\n1\n2\n3\n4\n5\n6\n7\n8"
+    assert bytes(small.validation.tolist()) == b"9"
+
+
+def test_a_python_without_sources_is_refused_with_a_reason(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"at least 10 \.py files: got 0"):
+        standard_library_text(Path(tmp_path))
+
+
+def test_the_decoder_is_causal_has_about_a_million_parameters_and_starts_at_chance():
+    torch.manual_seed(0)
+    model = Decoder()
+    assert 0.9e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.1e6
+    tokens = torch.randint(256, (2, 17))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 256
+    first, second = model(tokens), model(changed)
+    assert torch.equal(first[:, :9], second[:, :9])
+    assert not torch.equal(first[:, 9:], second[:, 9:])
+    assert next_byte_loss(model, tokens).item() == pytest.approx(5.545, abs=0.1)
+
+
+def test_heads_that_do_not_divide_the_width_are_refused():
+    with pytest.raises(ValueError, match="heads=3 for dim=8"):
+        Decoder(dim=8, heads=3)
