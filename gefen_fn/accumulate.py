@@ -44,8 +44,8 @@ def MultiSteps(  # optax's name
 ) -> GradientTransformation:
     """Accumulate gradients over k micro-steps and call `opt` once with their mean, leaf by leaf.
 
-    The sum is kept in fp32 (float64 for float64 leaves) and divided by the number of micro-steps in which the leaf had a
-    gradient. Between updates the updates are zero and `opt` is not called. With k = 1 there is no accumulator.
+    The sum is kept in fp32 (float64 for float64 leaves), divided by the number of micro-steps in which the leaf had
+    a gradient, and passed on in that dtype. Between updates the updates are zero and `opt` is not called. With k = 1 there is no accumulator.
 
     Args:
         opt: the transform to call every k micro-steps.
@@ -63,7 +63,7 @@ def MultiSteps(  # optax's name
         _check_k(every_k_schedule)
 
     def init(params: Params) -> MultiStepsState:
-        sums = () if every_step else tree_map(_zero_sum, params)
+        sums = () if every_step else tree_map(_zero, params)
         counts = () if every_step else tree_map(lambda _: _counter(), params, skip_none=False)
         skip_state = ()
         if should_skip_update_fn is not None:
@@ -89,7 +89,7 @@ def MultiSteps(  # optax's name
         state = _add(updates, state)
         if int(state.mini_step) < int(k):
             return _zeros(updates), state._replace(updated=_flag(False))
-        grads = _emit(updates, state, params, use_grad_mean)
+        grads = _emit(updates, state, use_grad_mean)
         cleared = state._replace(
             acc_grads=tree_map(torch.zeros_like, state.acc_grads),
             acc_counts=tree_map(torch.zeros_like, state.acc_counts),
@@ -136,7 +136,7 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
         RuntimeError: at update under torch.vmap or torch.compile.
     """
     if max_consecutive_errors < 0:
-        raise ValueError(f"`max_consecutive_errors` must be >= 0: got {max_consecutive_errors}. Use 0 to let all through.")
+        raise ValueError(f"`max_consecutive_errors` must be >= 0: got {max_consecutive_errors}. 0 lets all through.")
 
     def init(params: Params) -> ApplyIfFiniteState:
         return ApplyIfFiniteState(_counter(), _flag(True), _counter(), inner.init(params))
@@ -167,25 +167,23 @@ def _add(updates: Updates, state: MultiStepsState) -> MultiStepsState:
     return state._replace(mini_step=state.mini_step + 1, acc_grads=sums, acc_counts=counts)
 
 
-def _emit(updates: Updates, state: MultiStepsState, params: Params | None, mean: bool) -> Updates:
-    """The accumulated gradients in their own dtype; `None` where no micro-step had one."""
+def _emit(updates: Updates, state: MultiStepsState, mean: bool) -> Updates:
+    """The accumulated gradients; `None` where no micro-step had one."""
 
-    def emit(u: Tensor | None, total: Tensor | None, count: Tensor, p: Tensor | None) -> Tensor | None:
+    def emit(_: Tensor | None, total: Tensor | None, count: Tensor) -> Tensor | None:
         if total is None or int(count) == 0:
             return None
-        like = next((x for x in (u, p) if x is not None), total)
-        return (total / int(count) if mean else total).to(like.dtype)
+        return total / int(count) if mean else total
 
-    others = tree_map(lambda _: None, updates, skip_none=False) if params is None else params
-    return tree_map(emit, updates, state.acc_grads, state.acc_counts, others, skip_none=False)
+    return tree_map(emit, updates, state.acc_grads, state.acc_counts, skip_none=False)
 
 
-def _zero_sum(p: Tensor) -> Tensor:
-    return torch.zeros_like(p, dtype=torch.float64 if p.dtype == torch.float64 else torch.float32)
+def _zero(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32), requires_grad=False)
 
 
 def _zeros(updates: Updates) -> Updates:
-    return tree_map(torch.zeros_like, updates)
+    return tree_map(_zero, updates)
 
 
 def _counter() -> Tensor:

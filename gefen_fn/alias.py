@@ -24,7 +24,7 @@ def sgd(
         learning_rate: a number, a scalar tensor or a schedule.
         momentum: decay of the trace; `None` keeps no state.
         nesterov: step along `g + momentum m`.
-        accumulator_dtype: dtype of the trace; the parameter's by default.
+        accumulator_dtype: dtype of the trace; fp32 by default.
     """
     moving = identity() if momentum is None else trace(momentum, nesterov, accumulator_dtype)
     return chain(moving, scale_by_learning_rate(learning_rate))
@@ -48,7 +48,7 @@ def adam(
         b2: decay of the mean of squares.
         eps: added outside the square root.
         eps_root: added inside the square root, which makes the update differentiable at 0.
-        mu_dtype: dtype of the first moment; the parameter's by default.
+        mu_dtype: dtype of the first moment; fp32 by default.
         nesterov: look ahead in the first moment (NAdam).
     """
     adapt = scale_by_adam(b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov)
@@ -75,7 +75,7 @@ def adamw(
         b2: decay of the mean of squares.
         eps: added outside the square root.
         eps_root: added inside the square root.
-        mu_dtype: dtype of the first moment; the parameter's by default.
+        mu_dtype: dtype of the first moment; fp32 by default.
         weight_decay: decoupled decay, multiplied by the learning rate.
         mask: which leaves decay: a tree of bool, or a function of params that returns one.
         nesterov: look ahead in the first moment.
@@ -98,7 +98,7 @@ def lion(
         learning_rate: a number, a scalar tensor or a schedule.
         b1: weight of the momentum in the direction.
         b2: decay of the momentum.
-        mu_dtype: dtype of the momentum; the parameter's by default.
+        mu_dtype: dtype of the momentum; fp32 by default.
         weight_decay: decoupled decay, multiplied by the learning rate.
         mask: which leaves decay: a tree of bool, or a function of params that returns one.
     """
@@ -132,7 +132,7 @@ def gefen(
         weight_decay: decoupled decay, multiplied by the learning rate; 0.0 where `adamw` has 1e-4.
         mask: which leaves decay: a tree of bool, or a function of params that returns one.
         second_moment: the policy `Dense()`, `Block()` or `Factored()`.
-        b2_warmup: exponent of the warm-up of `b2`; `None` corrects the bias instead.
+        b2_warmup: exponent q of the warmed `min(b2, 1 - t^-q)`; `None` corrects the bias instead.
         block: entries per scale of the codes: an int, a tree of int, or `FlatBlocks(tree)`.
         codebook: `"learned"`, `"fixed"`, or a tensor of levels.
 

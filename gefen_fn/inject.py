@@ -19,7 +19,7 @@ class InjectHyperparamsState(NamedTuple):
     A hyperparameter is a float64 scalar, or a tree of such scalars, one per leaf of the updates.
     """
 
-    count: Tensor  # type: ignore[assignment]  # the field hides tuple.count, which no state needs
+    count: Tensor  # type: ignore[assignment]  # a field may not share the name of a tuple's method
     hyperparams: dict[str, Any]
     inner_state: OptState
 
@@ -32,13 +32,13 @@ def inject_hyperparams(
     """Let a transform's hyperparameters be read from its state, where the caller may change them.
 
     Floats, 0-dim floating tensors and schedules are injected; ints, bools, strings, policies, masks and bigger tensors
-    stay as they are. A schedule is evaluated at the number of calls so far, 0 at the first. `init` and `update` build the
-    transform anew from the state's values.
+    stay as they are. A schedule is evaluated at the number of calls so far, 0 at the first. `init` and `update` build
+    the transform anew from the state's values.
 
     Args:
         inner_factory: builds a transform, such as `adamw`.
-        static_args: names of arguments to leave alone. A function passed as `mask`, `param_labels` or `labels` is always
-            left alone, being no schedule.
+        static_args: names of arguments to leave alone. A function passed as `mask`, `param_labels` or `labels` is
+            always left alone, being no schedule.
         hyperparam_dtype: dtype of the injected scalars; float64 by default, so that a float is kept exactly.
 
     Returns:
@@ -74,7 +74,7 @@ def _injected(
     factory: "_Factory", schedules: dict[str, Schedule], numbers: dict[str, Any], dtype: torch.dtype
 ) -> GradientTransformation:
     def scheduled(count: Tensor) -> dict[str, Tensor]:
-        return {name: _scalar(f(count.to(torch.float64)), dtype) for name, f in schedules.items()}
+        return {name: _scalar(f(count), dtype) for name, f in schedules.items()}
 
     def init(params: Params) -> InjectHyperparamsState:
         count = torch.zeros((), dtype=torch.int32, device="cpu")

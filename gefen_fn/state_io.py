@@ -17,8 +17,8 @@ def flatten_state(state: OptState) -> dict[str, Tensor]:
     """Name every tensor of a state `<stage>.<field>[.<leaf path>][.<subfield>]`.
 
     The stage is the name of the transform (`ScaleByAdamState` gives `scale_by_adam`), not its place in a chain, so
-    inserting another stage keeps the names; the second of a kind is `scale_by_adam#2`. A stage's inner state, the fields
-    that begin with `inner`, is named for itself. `None` leaves are left out.
+    inserting another stage keeps the names; the second of a kind is `scale_by_adam#2`. A stage's inner state, the
+    fields that begin with `inner`, is named for itself. `None` leaves are left out.
 
     Args:
         state: the state of any transform.
@@ -79,7 +79,7 @@ def tree_get(state: OptState, key: str, default: Any = None, filtering: Filter |
     found = [(path, value) for path, value in _named_parts(state, ()) if _matches(key, path, value, filtering)]
     if len(found) > 1:
         paths = [".".join(path) for path, _ in found]
-        raise KeyError(f"`key` must name one part: got {key!r}, found at {paths}. Pass `filtering`, or use flatten_state.")
+        raise KeyError(f"`key` must name one part: got {key!r}, found at {paths}. Pass `filtering`.")
     return found[0][1] if found else default
 
 
@@ -98,7 +98,7 @@ def tree_set(state: OptState, filtering: Filter | None = None, /, **parts: Any) 
     new = _replace_parts(state, (), parts, filtering, used)
     unknown = sorted(parts.keys() - used)
     if unknown:
-        raise KeyError(f"Keywords must name parts of the state: got {unknown}. It has {sorted(flatten_state(state))[:8]}.")
+        raise KeyError(f"Keywords must name parts of the state: got {unknown}. See flatten_state(state).")
     return new
 
 
@@ -141,7 +141,7 @@ def _map_leaves(f: Callable[[str, Tensor], Tensor], prefix: str, tree: Tree) -> 
     leaves = tree_leaves(tree)
     for key, leaf in zip(keys, leaves, strict=True):
         if leaf is not None and not isinstance(leaf, Tensor):
-            raise TypeError(f"State must hold tensors only: got {type(leaf).__name__} at `{key}`. Make it a 0-dim tensor.")
+            raise TypeError(f"State must hold tensors: got {type(leaf).__name__} at `{key}`. Make it a 0-dim tensor.")
     out = [None if leaf is None else f(key, leaf) for key, leaf in zip(keys, leaves, strict=True)]
     return tree_unflatten(tree_structure(tree), out)
 
@@ -214,7 +214,7 @@ def _replace_parts(node: Any, path: Path, parts: dict[str, Any], filtering: Filt
 def _check_like(key: str, got: Tensor, wanted: Tensor) -> None:
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         raise StructureError(
-            f"`{key}` must be {wanted.dtype} of shape {tuple(wanted.shape)}: got {got.dtype} of shape {tuple(got.shape)}. "
+            f"`{key}` must be {wanted.dtype} {tuple(wanted.shape)}: got {got.dtype} {tuple(got.shape)}. "
             "Do not cast or reshape a saved state; use the same blocks and policies."
         )
 
