@@ -1,0 +1,194 @@
+"""Reading a state dict back: validate everything, build the new tree, change nothing."""
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gefen_fn.base import OptState
+from gefen_nn import state_view
+from gefen_nn.errors import CheckpointError
+from gefen_nn.groups import FIXED_KEYS
+
+_NOT_VALUES = ("params", "param_names", *FIXED_KEYS)
+_SCALES = ("absmax", "row", "col", "rows", "cols", "scale", "scales")
+
+
+class Saved(NamedTuple):
+    """A state dict by parameter name: the state's leaves, and the group's values."""
+
+    leaves: dict[str, dict[str, Tensor]]
+    values: dict[str, dict[str, Any]]
+
+
+def read(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]) -> Saved:
+    """Sort a state dict by parameter name.
+
+    Args:
+        state_dict: `{"state": ..., "param_groups": ...}` as `Optimizer.state_dict` makes it.
+        groups: the target's groups.
+        members: the names of each target group's parameters.
+
+    Raises:
+        CheckpointError: for a missing part, another version or block, or names that do not match.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise CheckpointError(f"A state dict has `{key}`: got keys {sorted(state_dict)}. Pass `optimizer.state_dict()`.")
+    for group in state_dict["param_groups"]:
+        _check_fixed(group, groups[0])
+    names = _match(state_dict["param_groups"], members, "param_names" in groups[0])
+    owner = {i: group for group in state_dict["param_groups"] for i in group["params"]}
+    values = {name: {k: v for k, v in owner[i].items() if k not in _NOT_VALUES} for i, name in names.items()}
+    stray = [i for i in state_dict["state"] if i not in names]
+    if stray:
+        raise CheckpointError(f"State must belong to a parameter of a group: got entries {stray}. The file is damaged.")
+    return Saved({name: dict(state_dict["state"].get(i, {})) for i, name in names.items()}, values)
+
+
+def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    for key in FIXED_KEYS:
+        if key not in group or group[key] != target[key]:
+            raise CheckpointError(
+                f"`{key}` must be {target[key]}: got {group.get(key, 'nothing')}. "
+                "Build the optimizer as the one that saved, or update the package."
+            )
+
+
+def _match(saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]], named: bool) -> dict[Any, str]:
+    """Which name each saved index stands for: the saved names where both sides have them, else the position."""
+    targets = [name for member in members for name in member]
+    ids = [i for group in saved for i in group["params"]]
+    if set(ids) == set(targets) and all(isinstance(i, str) for i in ids):
+        return {i: i for i in ids}
+    if named and all("param_names" in group for group in saved):
+        names = [name for group in saved for name in group["param_names"]]
+        _check_names(names, targets)
+    else:
+        names = targets
+    if len(ids) != len(names):
+        raise CheckpointError(f"Parameters must match: got {len(ids)} for {len(names)}. Save with names to match by name.")
+    return dict(zip(ids, names, strict=True))
+
+
+def _check_names(names: Sequence[str], targets: Sequence[str]) -> None:
+    missing, extra = sorted(set(targets) - set(names)), sorted(set(names) - set(targets))
+    if missing or extra or len(set(names)) != len(names):
+        raise CheckpointError(
+            f"Parameter names must match: missing {missing}, unexpected {extra}. Rename the entries or rebuild the model."
+        )
+
+
+def restore(
+    state: OptState, names: Collection[str], saved: Mapping[str, Mapping[str, Tensor]], frozen: Collection[str]
+) -> OptState:
+    """The state tree with the saved leaves, each in storage of its own.
+
+    Args:
+        state: the target's state, for its structure, shapes, dtypes and devices.
+        names: the parameters that have state.
+        saved: the saved leaves by parameter.
+        frozen: parameters whose state may be left out.
+
+    Raises:
+        CheckpointError: naming the first key that does not fit or is damaged.
+    """
+    for name, leaves in state_view.view(state, names).items():
+        if saved.get(name) or name not in frozen:
+            _check_leaves(name, leaves, saved.get(name, {}))
+    return state_view.refill(state, names, [_load(slot, saved) for slot in state_view.slots(state, names)])
+
+
+def _load(slot: state_view.Slot, saved: Mapping[str, Mapping[str, Tensor]]) -> Tensor | None:
+    owners = saved if slot.owner is None else [slot.owner]
+    copies = [saved[name][slot.key] for name in owners if slot.key in saved.get(name, {})]
+    if slot.value is None or not copies:
+        return slot.value
+    if any(not same_bits(copies[0], other) for other in copies[1:]):
+        raise CheckpointError(f"`{slot.key}` is shared and must be equal for all parameters: got different copies. Save again.")
+    return copies[0].detach().to(slot.value.device, copy=True)
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one dtype hold the same bytes, NaNs included."""
+    return x.shape == y.shape and torch.equal(_bits(x), _bits(y))
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _check_leaves(name: str, own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"State keys of {name!r} must match: missing {missing}, unexpected {extra}. "
+            "Build the optimizer with the transform that saved."
+        )
+    for key, leaf in own.items():
+        _check_leaf(f"{name}: {key}", leaf, saved[key])
+
+
+def _check_leaf(key: str, own: Tensor, saved: Any) -> None:
+    if not isinstance(saved, Tensor):
+        raise CheckpointError(f"`{key}` must be a tensor: got {type(saved).__name__}. The file is damaged.")
+    if saved.shape != own.shape or saved.dtype != own.dtype:
+        raise CheckpointError(
+            f"`{key}` must be {own.dtype} {tuple(own.shape)}: got {saved.dtype} {tuple(saved.shape)}. "
+            "Load it without casting, into an optimizer of the same structure."
+        )
+    rule = None if saved.is_meta else _broken_rule(key.rsplit(".", 1)[-1], saved)
+    if rule is not None:
+        raise CheckpointError(f"`{key}` must {rule}: got {_summary(saved)}. The file is damaged; load an older one.")
+
+
+def _broken_rule(field: str, x: Tensor) -> str | None:
+    if field == "codebook" and not _is_codebook(x):
+        return "be sorted, finite and end at -1 and 1"
+    if field in _SCALES and not bool(((x >= 0) & x.isfinite()).all()):
+        return "be finite and >= 0"
+    counts = x.dtype in (torch.int32, torch.int64) and x.dim() == 0
+    return "count from 0 upwards" if counts and int(x) < 0 else None
+
+
+def _is_codebook(x: Tensor) -> bool:
+    return x.numel() > 1 and float(x[0]) == -1.0 and float(x[-1]) == 1.0 and bool((x[1:] >= x[:-1]).all())
+
+
+def _summary(x: Tensor) -> str:
+    return f"values from {float(x.min())} to {float(x.max())}" if x.numel() else "an empty tensor"
+
+
+def group_values(saved: Mapping[str, Mapping[str, Any]], members: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """The hyperparameters of each target group, taken from its parameters.
+
+    Raises:
+        CheckpointError: if a group's parameters were saved with different values.
+    """
+    return [_agree([saved[name] for name in member]) for member in members]
+
+
+def _agree(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    for row in rows[1:]:
+        for key in rows[0].keys() | row.keys():
+            if key not in row or key not in rows[0] or not _equal(row[key], rows[0][key]):
+                raise CheckpointError(
+                    f"Parameters of one group must carry one `{key}`: got {rows[0].get(key)} and {row.get(key)}. "
+                    "Group the parameters as they were saved."
+                )
+    return dict(rows[0]) if rows else {}
+
+
+def _equal(x: Any, y: Any) -> bool:
+    return torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else bool(x == y)
+
+
+def fill_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Write restored hyperparameters into a group; a tensor is filled in place, as a captured graph reads it."""
+    for key, value in values.items():
+        own = group.get(key)
+        if isinstance(own, Tensor):
+            own.copy_(torch.as_tensor(value))
+        else:
+            group[key] = value.clone() if isinstance(value, Tensor) else value

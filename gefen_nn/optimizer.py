@@ -1,0 +1,243 @@
+"""A `torch.optim.Optimizer` over any transform: one state tree, groups by name, one assignment per step."""
+
+from collections.abc import Callable, Collection, Iterable
+from copy import deepcopy
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gefen_fn.base import GradientTransformation, OptState
+from gefen_fn.tree import StructureError, check_floating
+from gefen_nn import checkpoint, groups, state_view
+
+
+class TransformOptimizer(torch.optim.Optimizer):
+    """Runs a transform as a torch optimizer.
+
+    There is one state tree for all groups, over `{name: parameter}`, so a clip norm or a codebook is the whole model's
+    whatever the grouping. State exists from construction for every parameter that requires a gradient, and is made when
+    one starts to. Names are those given (`model.named_parameters()`), else positions "0", "1", ...
+
+    If `tx` comes from `inject_hyperparams`, its hyperparameters are group keys (`learning_rate` as `lr`), read at each
+    step. Otherwise groups carry none, and a scheduler's access raises and names the fix.
+
+    Args:
+        params: parameters, `(name, parameter)` pairs or groups, as torch takes them.
+        tx: the transform.
+
+    Raises:
+        ValueError: for a parameter or name given twice, or a group key that no step would read.
+        StructureError: for a parameter that is not a dense floating-point tensor.
+    """
+
+    pairs: ClassVar[groups.Pairs] = {}
+    block: int = 0
+    error_if_nonfinite: bool = False
+
+    def __init__(self, params: Iterable[Any], tx: GradientTransformation) -> None:
+        self.step_was_skipped = False
+        self._tx = tx
+        self._injected = groups.injected_names(tx)
+        self._ready = False
+        self._seen: dict[str, tuple[torch.device, torch.Size]] = {}
+        self._state: OptState = None
+        super().__init__(params, groups.group_defaults(tx, self.pairs, self.block))
+        self._sync()
+        self._ready = True
+
+    def __repr__(self) -> str:
+        """Torch's form, with the expression."""
+        return f"{super().__repr__()}\n{self._tx!r}"
+
+    # Torch assigns `state` once while constructing; afterwards it is a view of the tree.
+    @property
+    def state(self) -> dict[Tensor, dict[str, Tensor]]:  # type: ignore[override]
+        """The state per parameter, a view: `{parameter: {"<stage>.<field>[.<subfield>]": tensor}}`."""
+        self._sync()
+        by_name = self._named()
+        return {by_name[name]: leaves for name, leaves in state_view.view(self._shown(self._state), self._seen).items()}
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._ready:
+            raise AttributeError("`state` is a view: got an assignment. Use `load_state_dict`.")
+
+    def state_tree(self) -> OptState:
+        """The transform's state, over `{name: parameter}`; its tensors are the optimizer's own."""
+        self._sync()
+        return self._state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters get fresh state, all others keep theirs.
+
+        Raises:
+            ValueError: for a parameter or name given twice, or a key that no step would read.
+        """
+        groups.check_group(param_group, self.defaults)
+        super().add_param_group(param_group)
+        try:
+            self._accept()
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    def _accept(self) -> None:
+        names = [name for member in self._members() for name in member]
+        params = [p for group in self.param_groups for p in group["params"]]
+        if len(set(names)) != len(names) or len(set(params)) != len(params):
+            repeated = sorted({n for n in names if names.count(n) > 1})
+            raise ValueError(f"Each parameter and name may appear once: got {repeated or 'a tensor'} twice. Remove one.")
+        for p in self.param_groups[-1]["params"]:
+            check_floating(p)
+        if not self._injected:
+            self.param_groups[-1] = groups.ExpressionGroup(self.param_groups[-1])
+        if self._ready:
+            self._sync()
+
+    def _members(self) -> list[list[str]]:
+        """Names of the parameters of each group."""
+        starts = [0]
+        for group in self.param_groups:
+            starts.append(starts[-1] + len(group["params"]))
+        return [
+            list(group.get("param_names") or map(str, range(start, start + len(group["params"]))))
+            for start, group in zip(starts, self.param_groups, strict=False)
+        ]
+
+    def _named(self) -> dict[str, Tensor]:
+        params = (p for group in self.param_groups for p in group["params"])
+        return dict(zip((name for member in self._members() for name in member), params, strict=True))
+
+    def _tracked(self, also: Collection[str] = ()) -> dict[str, Tensor]:
+        """Parameters that have state: those that require a gradient, or once did, or are asked for."""
+        known = self._seen.keys() | set(also)
+        return {name: p for name, p in self._named().items() if p.requires_grad or name in known}
+
+    def _grown(self, also: Collection[str] = ()) -> tuple[OptState, dict[str, tuple[torch.device, torch.Size]]]:
+        """The state and its signature, with state for parameters that are new, thawed, moved or no longer meta."""
+        params = self._tracked(also)
+        signature = {name: (p.device, p.shape) for name, p in params.items()}
+        if self._ready and signature == self._seen:
+            return self._state, self._seen
+        fresh = self._tx.init(params)
+        merged = state_view.merge(fresh, params.keys(), self._state, self._seen.keys()) if self._ready else fresh
+        return state_view.place(merged, params), signature
+
+    def _sync(self) -> None:
+        self._state, self._seen = self._grown()
+
+    def _shown(self, state: OptState) -> OptState:
+        """The state without the hyperparameters that groups carry: those have one truth, the group's."""
+        if not self._injected:
+            return state
+        return state._replace(hyperparams={k: v for k, v in state.hyperparams.items() if k not in self._injected})
+
+    def _with_hyperparams(self, state: OptState) -> OptState:
+        if not self._injected:
+            return state
+        members = [[name for name in member if name in self._seen] for member in self._members()]
+        values = groups.group_hyperparams(self.param_groups, members, self._injected, self.pairs)
+        return state._replace(hyperparams={**state.hyperparams, **values})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient, each rounded once to its own dtype.
+
+        Everything that may be refused is refused before anything changes.
+
+        Args:
+            closure: re-evaluates the model and returns the loss; called first, with gradients enabled.
+
+        Returns:
+            What `closure` returned, or None.
+
+        Raises:
+            StructureError: for a gradient that is sparse, complex or of another shape.
+            RuntimeError: for a non-finite gradient, if `error_if_nonfinite`.
+        """
+        loss = _call(closure)
+        self._sync()
+        params = self._tracked()
+        grads = {name: p.grad for name, p in params.items()}
+        self._check(grads, params)
+        self.step_was_skipped = all(g is None for g in grads.values())
+        if not self.step_was_skipped:
+            updates, state = self._tx.update(grads, self._with_hyperparams(self._state), params)
+            _write(params, updates)
+            self._state = state
+        return loss
+
+    def _check(self, grads: dict[str, Tensor | None], params: dict[str, Tensor]) -> None:
+        given = {name: g for name, g in grads.items() if g is not None}
+        for name, g in given.items():
+            try:
+                check_floating(g, params[name])
+            except StructureError as error:
+                raise StructureError(f"Gradient of {name!r}: {error}") from error
+        bad = [n for n, g in given.items() if not g.isfinite().all()] if self.error_if_nonfinite else []
+        if bad:
+            raise RuntimeError(f"Gradients must be finite (error_if_nonfinite=True): got {bad}. Nothing was changed.")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore state and hyperparameters to the bit, matched by parameter name where both sides have names.
+
+        All or nothing: everything is validated before the one assignment.
+
+        Args:
+            state_dict: what `state_dict` returned; safe to read with `torch.load(..., weights_only=True)`.
+
+        Raises:
+            CheckpointError: naming the key that is missing, extra, misshapen or damaged.
+        """
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
+        self._restore(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _restore(self, state_dict: dict[str, Any]) -> None:
+        saved = checkpoint.read(state_dict, self.param_groups, self._members())
+        own, seen = self._grown([name for name, leaves in saved.leaves.items() if leaves])
+        frozen = {name for name, p in self._named().items() if not p.requires_grad}
+        state = checkpoint.restore(self._shown(own), seen.keys(), saved.leaves, frozen)
+        values = checkpoint.group_values(saved.values, self._members())
+        for group, given in zip(self.param_groups, values, strict=True):
+            checkpoint.fill_group(group, given)
+        if self._injected:
+            state = state._replace(hyperparams={**own.hyperparams, **state.hyperparams})
+        self._seen = seen
+        self._state = self._with_hyperparams(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TransformOptimizer":
+        """A copy with its own parameters and state; hooks, and a scheduler's wrapper of `step`, stay behind as in torch."""
+        new = type(self).__new__(type(self))
+        memo[id(self)] = new
+        own = {k: v for k, v in self.__dict__.items() if k not in ("_tx", "step") and not k.startswith("_optimizer_")}
+        new.__dict__.update(deepcopy(own, memo), _tx=self._tx)
+        new.__setstate__({})
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Refuse: a transform is made of closures."""
+        raise TypeError(
+            f"Only presets can be pickled: got a {type(self).__name__} over {self._tx!r}, which holds closures. "
+            "Save `optimizer.state_dict()` and rebuild the optimizer from its expression."
+        )
+
+
+def _call(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _write(params: dict[str, Tensor], updates: dict[str, Tensor | None]) -> None:
+    """Add in fp32 (float64 for float64) and round once."""
+    for name, p in params.items():
+        u = updates[name]
+        if u is not None:
+            wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+            p.copy_(p.to(wide) + u.to(wide))

@@ -1,0 +1,165 @@
+"""Optimizers with torch's names and argument order."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gefen_fn.alias import gefen
+from gefen_fn.base import GradientTransformation
+from gefen_fn.combine import chain
+from gefen_fn.gefen import scale_by_gefen
+from gefen_fn.inject import inject_hyperparams
+from gefen_fn.scale import add_decayed_weights, scale, scale_by_learning_rate
+from gefen_fn.second_moment import Factored
+from gefen_nn import groups
+from gefen_nn.optimizer import TransformOptimizer
+
+_FACTORED = Factored()
+_REFUSED = {
+    "amsgrad": "The running maximum of the second moment is not kept; leave it out",
+    "differentiable": "Use the pure transform, `gefen_fn.gefen`, and differentiate through its updates",
+    "capturable": "Steps are not captured in graphs; leave it out",
+}
+
+
+class Gefen(TransformOptimizer):
+    """AdamW with its first moment in one byte per entry and a factored second moment.
+
+    Arguments up to `fused` are those of `torch.optim.AdamW`, but `weight_decay` is 0.0 where AdamW's is 0.01. The rule is
+    `gefen_fn.gefen`. `lr`, `betas`, `eps` and `weight_decay` are group keys, read at each step.
+
+    Args:
+        params: parameters, `(name, parameter)` pairs or groups.
+        lr: learning rate, a float or a 0-dim tensor.
+        betas: decay of the first and second moment, each in [0, 1).
+        eps: added to the root of the second moment.
+        weight_decay: decoupled decay, multiplied by `lr`.
+        amsgrad: refused if True.
+        foreach: accepted; every leaf is updated by the same code.
+        maximize: ascend instead.
+        capturable: refused if True.
+        differentiable: refused if True.
+        fused: accepted; there is one implementation.
+        second_moment: `Factored`, `Block` or `Dense`.
+        b2_warmup: exponent of the second moment's warm-up, None for a constant `b2`.
+        block: entries per scale: an int, a tree of ints, or `FlatBlocks`.
+        codebook: "learned", "fixed" or a tensor.
+        stochastic_rounding: round the moment's codes up or down at random, by distance.
+        deterministic: accepted; every sum already has a fixed order.
+        error_if_nonfinite: raise before anything changes if a gradient is not finite; costs a host read per step.
+
+    Raises:
+        ValueError: for a value out of range, or an argument that is refused.
+    """
+
+    pairs: ClassVar[groups.Pairs] = {"betas": ("b1", "b2")}
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        second_moment: Any = _FACTORED,
+        b2_warmup: float | None = 0.9,
+        block: Any = 256,
+        codebook: str | Tensor = "learned",
+        stochastic_rounding: bool = False,
+        deterministic: bool = False,
+        error_if_nonfinite: bool = False,
+    ) -> None:
+        _refuse(amsgrad=amsgrad, differentiable=differentiable, capturable=capturable)
+        self.error_if_nonfinite = error_if_nonfinite
+        self.block = block if isinstance(block, int) else 0
+        self._arguments = {
+            "maximize": maximize,
+            "second_moment": second_moment,
+            "b2_warmup": b2_warmup,
+            "block": block,
+            "codebook": codebook,
+            "stochastic_rounding": stochastic_rounding,
+            "error_if_nonfinite": error_if_nonfinite,
+        }
+        self._start = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        check_adam(self._start)
+        rule = _rule(maximize, "stochastic" if stochastic_rounding else "nearest", second_moment, b2_warmup, block, codebook)
+        b1, b2 = betas
+        tx = inject_hyperparams(rule)(float(lr), float(b1), float(b2), float(eps), float(weight_decay))
+        super().__init__(params, tx)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see `TransformOptimizer.add_param_group`.
+
+        Raises:
+            ValueError: for a value out of range.
+        """
+        group = {**self._start, **param_group}
+        check_adam(group)
+        super().add_param_group(group)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild from the arguments, then put the state back."""
+        return rebuild, (type(self), [dict(g) for g in self.param_groups], {**self._start, **self._arguments}, self.state_dict())
+
+
+def rebuild(
+    preset: type[TransformOptimizer], param_groups: list[dict[str, Any]], arguments: dict[str, Any], state: dict[str, Any]
+) -> TransformOptimizer:
+    """Unpickle a preset: construct it from its arguments, then load its state.
+
+    Args:
+        preset: the class.
+        param_groups: its groups, parameters included.
+        arguments: the arguments that are no group keys, and the groups' defaults.
+        state: its `state_dict()`.
+    """
+    optimizer = preset(param_groups, **arguments)
+    optimizer.load_state_dict(state)
+    return optimizer
+
+
+def _refuse(**flags: bool) -> None:
+    for name, flag in flags.items():
+        if flag:
+            raise ValueError(f"`{name}` must be False: got True. {_REFUSED[name]}.")
+
+
+def check_adam(group: Mapping[str, Any]) -> None:
+    """Refuse hyperparameters out of range, as torch does.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    for key in ("lr", "eps", "weight_decay"):
+        if not 0.0 <= float(group[key]) < float("inf"):
+            raise ValueError(f"`{key}` must be finite and >= 0: got {group[key]}. Check the argument's order and sign.")
+    if len(group["betas"]) != 2 or not all(0.0 <= float(b) < 1.0 for b in group["betas"]):
+        raise ValueError(f"`betas` must be two numbers in [0, 1): got {group['betas']}. The usual ones are (0.9, 0.999).")
+
+
+def _rule(
+    maximize: bool, rounding: str, second_moment: Any, b2_warmup: float | None, block: Any, codebook: str | Tensor
+) -> Callable[..., GradientTransformation]:
+    """The factory whose numbers are injected."""
+    fixed: dict[str, Any] = {"second_moment": second_moment, "b2_warmup": b2_warmup, "block": block, "codebook": codebook}
+
+    def rule(learning_rate: Any, b1: Any, b2: Any, eps: Any, weight_decay: Any) -> GradientTransformation:
+        if rounding == "nearest":
+            tx = gefen(learning_rate, b1, b2, eps, weight_decay, **fixed)
+        else:
+            moments = scale_by_gefen(b1, b2, eps, rounding=rounding, **fixed)
+            tx = chain(moments, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
+        return chain(scale(-1.0), tx) if maximize else tx
+
+    rule.__name__ = "gefen"
+    return rule

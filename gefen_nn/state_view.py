@@ -1,0 +1,130 @@
+"""Seeing one state tree as torch sees state: a dictionary per parameter.
+
+A dictionary in the state whose keys are the parameters' names holds one subtree per parameter; every other leaf belongs
+to no parameter and is shown in each parameter's dictionary.
+"""
+
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gefen_fn.base import OptState
+from gefen_fn.state_io import flatten_state
+from gefen_fn.tree import StructureError
+
+
+class Slot(NamedTuple):
+    """One leaf of the state: the parameter it belongs to (None: to all), its key without that name, its tensor."""
+
+    owner: str | None
+    key: str
+    value: Tensor | None
+
+
+Visit = Callable[[Any, str | None, int], Any]
+
+
+def _children(f: Visit, node: Any, names: Collection[str], owner: str | None, depth: int) -> list[Any]:
+    below = depth + (owner is not None)
+    return [_map_leaves(f, child, names, owner, below) for child in node]
+
+
+def _map_dict(f: Visit, node: dict[Any, Any], names: Collection[str], owner: str | None, depth: int) -> Any:
+    out = copy.copy(node)
+    owned = owner is None and bool(names) and set(node) == set(names)
+    below = depth + (owner is not None)
+    for key in sorted(node, key=str):
+        out[key] = _map_leaves(f, node[key], names, key if owned else owner, below)
+    return out
+
+
+def _map_leaves(f: Visit, node: Any, names: Collection[str], owner: str | None = None, depth: int = 0) -> Any:
+    """Rebuild `node` with `f(leaf, owner, depth)`, depth counted in path parts below the owner's name."""
+    if isinstance(node, dict):
+        return _map_dict(f, node, names, owner, depth)
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*_children(f, node, names, owner, depth))
+    if isinstance(node, (tuple, list)):
+        return type(node)(_children(f, node, names, owner, depth))
+    return f(node, owner, depth)
+
+
+def _drop_name(key: str, owner: str | None, depth: int) -> str:
+    parts = key.split(".")
+    if owner is not None:
+        del parts[-1 - depth]
+    return ".".join(parts)
+
+
+def slots(state: OptState, names: Collection[str]) -> list[Slot]:
+    """Every leaf of the state, in a fixed order.
+
+    Args:
+        state: a state tree made for `{name: parameter}`.
+        names: the names of those parameters.
+    """
+    found: list[tuple[Any, str | None, int]] = []
+
+    def tag(leaf: Any, owner: str | None, depth: int) -> Any:
+        found.append((leaf, owner, depth))
+        return None if leaf is None else torch.tensor(len(found) - 1, device="cpu")
+
+    keys = {int(index): key for key, index in flatten_state(_map_leaves(tag, state, names)).items()}
+    return [Slot(o, _drop_name(keys.get(i, ""), o, d), leaf) for i, (leaf, o, d) in enumerate(found)]
+
+
+def refill(state: OptState, names: Collection[str], values: Sequence[Any]) -> OptState:
+    """The same tree with `values`, one per slot in the order of `slots`."""
+    rest = iter(values)
+    return _map_leaves(lambda *_: next(rest), state, names)
+
+
+def view(state: OptState, names: Collection[str]) -> dict[str, dict[str, Tensor]]:
+    """The state per parameter: `{name: {"<stage>.<field>[.<subfield>]": tensor}}`; the tensors are the state's own."""
+    out: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+    for slot in slots(state, names):
+        for name in names if slot.owner is None else [slot.owner]:
+            if slot.value is not None:
+                out[name][slot.key] = slot.value
+    return out
+
+
+def merge(fresh: OptState, names: Collection[str], old: OptState, old_names: Collection[str]) -> OptState:
+    """A fresh state that keeps every leaf the old one had.
+
+    A meta leaf gives way to a real one, so that parameters built on meta and then materialized get real state.
+
+    Raises:
+        StructureError: if a parameter's state has another shape than the parameter now asks for.
+    """
+    kept = {(s.owner, s.key): s.value for s in slots(old, old_names) if s.value is not None}
+    return refill(fresh, names, [_keep(s, kept.get((s.owner, s.key))) for s in slots(fresh, names)])
+
+
+def _keep(slot: Slot, old: Tensor | None) -> Tensor | None:
+    if old is None or slot.value is None or (old.is_meta and not slot.value.is_meta):
+        return slot.value
+    if old.shape != slot.value.shape:
+        raise StructureError(
+            f"A parameter must keep its shape: state `{slot.key}` of {slot.owner!r} is {tuple(old.shape)}, the parameter "
+            f"now asks for {tuple(slot.value.shape)}. Build the optimizer after reshaping."
+        )
+    return old
+
+
+def place(state: OptState, params: Mapping[str, Tensor]) -> OptState:
+    """Move leaves of rank >= 1 to their parameter's device (shared ones to the first's), 0-dim ones to the CPU."""
+    first = next((p.device for p in params.values() if not p.is_meta), torch.device("cpu"))
+
+    def move(leaf: Any, owner: str | None, depth: int) -> Any:
+        target = first if owner is None else params[owner].device
+        return _move(leaf, target if isinstance(leaf, Tensor) and leaf.dim() else torch.device("cpu"))
+
+    return _map_leaves(move, state, params.keys())
+
+
+def _move(leaf: Any, device: torch.device) -> Any:
+    return leaf.to(device) if isinstance(leaf, Tensor) and not leaf.is_meta and device.type != "meta" else leaf

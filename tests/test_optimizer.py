@@ -1,0 +1,366 @@
+"""The torch optimizer over any transform."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gefen_fn.alias import adam, adamw, sgd
+from gefen_fn.base import GradientTransformation
+from gefen_fn.inject import inject_hyperparams
+from gefen_fn.tree import StructureError
+from gefen_nn.errors import CheckpointError
+from gefen_nn.optimizer import TransformOptimizer
+
+
+def injected(lr: float = 0.1) -> GradientTransformation:
+    return inject_hyperparams(adamw)(lr, weight_decay=0.01)
+
+
+def model(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def backward(net: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    net.zero_grad()
+    net(torch.randn(4, 6, generator=generator)).square().sum().backward()
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for i in steps:
+        backward(net, i)
+        optimizer.step()
+
+
+def bits(net: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def same(xs: list[Tensor], ys: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(xs, ys, strict=True))
+
+
+def flat(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    return (leaf for leaves in optimizer.state.values() for leaf in leaves.values())
+
+
+def reloaded(state: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+ROWS: list[tuple[str, Callable[[], GradientTransformation]]] = [
+    ("sgd", lambda: sgd(0.1, momentum=0.9)),
+    ("plain sgd", lambda: sgd(0.1)),
+    ("adam", lambda: adam(0.01)),
+    ("injected adamw", injected),
+]
+
+
+@pytest.mark.parametrize("make", [row[1] for row in ROWS], ids=[row[0] for row in ROWS])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_saved_and_loaded_run_takes_the_same_next_step_to_the_bit(make: Callable, named: bool) -> None:
+    def build(net: nn.Module) -> TransformOptimizer:
+        return TransformOptimizer(net.named_parameters() if named else net.parameters(), make())
+
+    net, other = model(), model(1)
+    optimizer, loaded = build(net), build(other)
+    train(net, optimizer, range(3))
+    other.load_state_dict(net.state_dict())
+    loaded.load_state_dict(reloaded(optimizer.state_dict()))
+    train(net, optimizer, range(3, 5))
+    train(other, loaded, range(3, 5))
+    assert same(bits(net), bits(other))
+    assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(flat(optimizer), flat(loaded), strict=True))
+
+
+def test_d1_reading_the_state_of_a_fresh_optimizer_changes_nothing() -> None:
+    net, twin = model(), model()
+    read, unread = (TransformOptimizer(m.named_parameters(), injected()) for m in (net, twin))
+    assert len(read.state_dict()["state"]) == 4
+    assert all(not leaf.any() for leaf in flat(read))
+    train(net, read, range(2))
+    train(twin, unread, range(2))
+    assert same(bits(net), bits(twin))
+
+
+def test_names_match_whatever_the_order_and_grouping() -> None:
+    net, other = model(), model()
+    optimizer = TransformOptimizer(net.named_parameters(), injected())
+    train(net, optimizer, range(2))
+    named = list(other.named_parameters())
+    other.load_state_dict(net.state_dict())
+    regrouped = TransformOptimizer([{"params": named[2:]}, {"params": named[:2]}], injected())
+    regrouped.load_state_dict(optimizer.state_dict())
+    train(net, optimizer, range(2, 4))
+    train(other, regrouped, range(2, 4))
+    assert same(bits(net), bits(other))
+
+
+def _drop_state(d: dict) -> None:
+    del d["state"][1]
+
+
+def _drop_leaf(d: dict) -> None:
+    d["state"][0].pop(next(k for k in d["state"][0] if ".mu" in k))
+
+
+def _cast_leaf(d: dict) -> None:
+    d["state"][0] = {k: v.bfloat16() if v.dim() else v for k, v in d["state"][0].items()}
+
+
+def _cut_leaf(d: dict) -> None:
+    d["state"][3] = {k: v[:-1] if v.dim() else v for k, v in d["state"][3].items()}
+
+
+def _negative_count(d: dict) -> None:
+    d["state"][2] = {k: -v if "count" in k else v for k, v in d["state"][2].items()}
+
+
+def _rename(d: dict) -> None:
+    d["param_groups"][0]["param_names"][0] = "other.weight"
+
+
+def _version(d: dict) -> None:
+    d["param_groups"][0]["format_version"] = 99
+
+
+def _block(d: dict) -> None:
+    del d["param_groups"][0]["block"]
+
+
+def _no_groups(d: dict) -> None:
+    del d["param_groups"]
+
+
+DAMAGE = [
+    (_drop_state, "0.bias"),
+    (_drop_leaf, r"\.mu"),
+    (_cast_leaf, "float32"),
+    (_cut_leaf, "2.bias"),
+    (_negative_count, "count"),
+    (_rename, "other.weight"),
+    (_version, "format_version"),
+    (_block, "block"),
+    (_no_groups, "param_groups"),
+]
+
+
+@pytest.mark.parametrize(("damage", "key"), DAMAGE, ids=[d[0].__name__ for d in DAMAGE])
+def test_q22_a_damaged_checkpoint_is_refused_by_name_and_changes_nothing(damage: Callable, key: str) -> None:
+    net = model()
+    optimizer = TransformOptimizer(net.named_parameters(), injected())
+    train(net, optimizer, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    train(net, optimizer, range(2, 3))
+    before = copy.deepcopy(optimizer.state_dict())
+    damage(saved)
+    with pytest.raises(CheckpointError, match=key):
+        optimizer.load_state_dict(saved)
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert all(torch.equal(v, after["state"][i][k]) for i, d in before["state"].items() for k, v in d.items())
+
+
+def test_groups_with_their_own_lr_step_as_separate_optimizers_would() -> None:
+    net, twin = model(), model()
+    halves = [list(m.parameters()) for m in (net, twin)]
+    one = TransformOptimizer([{"params": halves[0][:2], "lr": 0.3}, {"params": halves[0][2:]}], injected())
+    two = [TransformOptimizer(halves[1][:2], injected(0.3)), TransformOptimizer(halves[1][2:], injected())]
+    for i in range(3):
+        backward(net, i)
+        backward(twin, i)
+        one.step()
+        for optimizer in two:
+            optimizer.step()
+    assert same(bits(net), bits(twin))
+
+
+def test_schedulers_drive_the_step_and_survive_a_round_trip() -> None:
+    def build() -> tuple[nn.Module, TransformOptimizer, torch.optim.lr_scheduler.LRScheduler]:
+        net = model()
+        optimizer = TransformOptimizer(net.named_parameters(), injected())
+        return net, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+
+    def go(net: nn.Module, optimizer: TransformOptimizer, scheduler: torch.optim.lr_scheduler.LRScheduler) -> None:
+        for i in range(3):
+            train(net, optimizer, range(i, i + 1))
+            scheduler.step()
+
+    first, second = build(), build()
+    go(*first)
+    assert first[1].param_groups[0]["lr"] < 0.1
+    for source, target in zip(first, second, strict=True):
+        target.load_state_dict(source.state_dict())
+    go(*first)
+    go(*second)
+    assert same(bits(first[0]), bits(second[0]))
+    assert first[1].param_groups[0]["lr"] == second[1].param_groups[0]["lr"]
+
+
+def test_without_injected_names_a_scheduler_raises_and_names_the_fix() -> None:
+    optimizer = TransformOptimizer(model().parameters(), sgd(0.1))
+    with pytest.raises(KeyError, match="inject_hyperparams"):
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    with pytest.raises(KeyError, match="inject_hyperparams"):
+        optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(ValueError, match="inject_hyperparams"):
+        TransformOptimizer([{"params": list(model().parameters()), "lr": 1.0}], sgd(0.1))
+
+
+def test_the_closure_runs_first_with_gradients_and_its_loss_comes_back() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optimizer = TransformOptimizer([p], sgd(0.5))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 3.0
+    assert torch.equal(p.detach(), torch.zeros(3)) and not optimizer.step_was_skipped
+
+
+def test_a_step_without_gradients_is_skipped() -> None:
+    net = model()
+    optimizer = TransformOptimizer(net.parameters(), injected())
+    optimizer.step()
+    assert optimizer.step_was_skipped and all(not leaf.any() for leaf in flat(optimizer))
+
+
+def test_a_bad_gradient_is_refused_before_anything_changes() -> None:
+    net = model()
+    optimizer = TransformOptimizer(net.named_parameters(), injected())
+    backward(net, 0)
+    before = bits(net)
+    weight = net[2].weight
+    weight.grad = None
+    weight.grad = torch.zeros_like(weight).to_sparse()
+    with pytest.raises(StructureError, match=r"2\.weight"):
+        optimizer.step()
+    assert same(before, bits(net)) and all(not leaf.any() for leaf in flat(optimizer))
+
+
+def test_bf16_parameters_are_rounded_once() -> None:
+    p = nn.Parameter(torch.full((4,), 1.0, dtype=torch.bfloat16))
+    optimizer = TransformOptimizer([p], sgd(0.004))
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert torch.equal(p.detach(), torch.full((4,), 1.0 - 0.004).bfloat16())
+
+
+def test_an_added_group_gets_fresh_state_and_the_others_keep_theirs() -> None:
+    net, extra = model(), nn.Parameter(torch.ones(2))
+    optimizer = TransformOptimizer(net.named_parameters(), injected())
+    train(net, optimizer, range(2))
+    before = {k: v.clone() for k, v in optimizer.state[net[0].weight].items()}
+    optimizer.add_param_group({"params": [("extra", extra)], "lr": 0.5})
+    assert all(torch.equal(v, before[k]) for k, v in optimizer.state[net[0].weight].items())
+    extra.grad = torch.ones(2)
+    optimizer.step()
+    assert torch.allclose(extra.detach(), torch.full((2,), 0.5 - 0.005), atol=1e-5)
+
+
+def test_a_frozen_parameter_gets_state_when_it_starts_to_require_a_gradient() -> None:
+    net = model()
+    net[0].requires_grad_(False)
+    optimizer = TransformOptimizer(net.named_parameters(), injected())
+    train(net, optimizer, range(1))
+    assert set(optimizer.state) == set(net[2].parameters())
+    net[0].requires_grad_(True)
+    assert set(optimizer.state) == set(net.parameters())
+    before = bits(net)
+    train(net, optimizer, range(1, 2))
+    assert not any(torch.equal(x, y) for x, y in zip(before, bits(net), strict=True))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_parameters_or_names_given_twice_are_refused(named: bool) -> None:
+    p, q = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    twice = [{"params": [("a", p)]}, {"params": [("a", q)]}] if named else [{"params": [p]}, {"params": [p]}]
+    with pytest.raises(ValueError, match=r"twice|more than one"):
+        TransformOptimizer(twice, sgd(0.1))
+
+
+def test_i1_replaced_parameter_objects_keep_their_state_by_name() -> None:
+    net, twin = model(), model()
+    optimizer, plain = (TransformOptimizer(m.named_parameters(), injected()) for m in (net, twin))
+    train(net, optimizer, range(2))
+    train(twin, plain, range(2))
+    for layer in (net[0], net[2]):
+        layer.weight, layer.bias = (nn.Parameter(p.detach().clone()) for p in (layer.weight, layer.bias))
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+    train(net, optimizer, range(2, 4))
+    train(twin, plain, range(2, 4))
+    assert same(bits(net), bits(twin))
+    assert set(optimizer.state) == set(net.parameters())
+
+
+def test_state_made_on_meta_becomes_real_with_the_parameters() -> None:
+    with torch.device("meta"):
+        net = nn.Linear(6, 3)
+    optimizer = TransformOptimizer(net.named_parameters(), injected())
+    assert all(leaf.is_meta for leaf in flat(optimizer) if leaf.dim())
+    net.to_empty(device="cpu")
+    nn.init.ones_(net.weight)
+    nn.init.zeros_(net.bias)
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+    train(net, optimizer, range(1))
+    assert all(not leaf.is_meta and leaf.isfinite().all() for leaf in flat(optimizer))
+
+
+def test_empty_parameters_step() -> None:
+    p, q = nn.Parameter(torch.ones(0, 4)), nn.Parameter(torch.ones(2))
+    optimizer = TransformOptimizer([p, q], injected())
+    (p.sum() + q.sum()).backward()
+    optimizer.step()
+    assert p.shape == (0, 4) and q.detach().ne(1).all()
+
+
+def test_a_deep_copy_steps_alone() -> None:
+    net = model()
+    optimizer = TransformOptimizer(net.named_parameters(), injected())
+    train(net, optimizer, range(2))
+    twin, other = copy.deepcopy((net, optimizer))
+    before = bits(net)
+    train(twin, other, range(2, 3))
+    assert same(before, bits(net))
+    train(net, optimizer, range(2, 3))
+    assert same(bits(net), bits(twin))
+
+
+def test_pickling_over_closures_names_the_state_dict() -> None:
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(TransformOptimizer(model().parameters(), sgd(0.1)))
+
+
+def test_a_grad_scaler_skips_an_overflow_and_steps_otherwise() -> None:
+    net = model()
+    optimizer = TransformOptimizer(net.parameters(), injected())
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for bad in (True, False):
+        before = bits(net)
+        optimizer.zero_grad()
+        scaler.scale(net(torch.full((1, 6), float("inf") if bad else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert same(before, bits(net)) == bad
+
+
+def test_torchs_own_state_dict_functions_restore_the_same_bits() -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    net, other = model(), model()
+    optimizer, loaded = (TransformOptimizer(m.named_parameters(), injected()) for m in (net, other))
+    train(net, optimizer, range(2))
+    set_optimizer_state_dict(other, loaded, get_optimizer_state_dict(net, optimizer))
+    assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(flat(optimizer), flat(loaded), strict=True))
