@@ -2,7 +2,7 @@
 
 A leaf of shape `shape` is seen as `[..., C]`: the axes `start..` are merged into `C` columns, cut into blocks of
 `block` entries, the last one possibly shorter. Scales have shape `shape[:start] + (ceil(C / block),)`.
-All functions are pure, free of data-dependent control, and work under `torch.vmap` and `torch.compile`.
+All functions are pure and work under `torch.vmap` and `torch.compile(fullgraph=True)`.
 """
 
 import math
@@ -62,13 +62,7 @@ def block_absmax(x: Tensor, *, block: int, start: int = 1) -> Tensor:
 def block_mean_square(x: Tensor, *, block: int, start: int = 1) -> Tensor:
     """Mean of `x^2` over the entries of each block, fp32, added by `tree_sum`.
 
-    Args:
-        x: a leaf of any floating dtype.
-        block: entries per block; a shorter last block is divided by its own length.
-        start: first of the axes that are merged into columns.
-
-    Returns:
-        `scale_shape(x.shape, block, start)`.
+    Arguments and shapes as in `block_absmax`; a shorter last block is divided by its own length.
     """
     columns = _columns(x, block, start)
     sums = _per_block(columns * columns, block, lambda rows: tree_sum(rows, -1))
@@ -87,7 +81,7 @@ def expand_blocks(scales: Tensor, shape: Sequence[int], *, block: int, start: in
         start: first of the axes that are merged into columns.
 
     Returns:
-        A contiguous tensor of `shape`.
+        fp32 of `shape`.
 
     Raises:
         ValueError: if `scales` has another shape.
@@ -111,7 +105,8 @@ def nearest(x: Tensor, codebook: Tensor, *, ties: Ties = "zero") -> Tensor:
         ties: an entry on a midpoint goes toward zero ("zero") or to the lower level ("published").
 
     Returns:
-        uint8 of `x.shape`. A level that is exactly 0 is written as `K // 2`, and so is a non-finite entry.
+        uint8 of `x.shape`. An entry that is not finite gets `K // 2`, and so does one whose level is exactly
+        0, if `codebook[K // 2]` is 0 (of a symmetric codebook's two zeros only the upper is written).
 
     Raises:
         ValueError: if `ties` is neither of the two.
@@ -131,8 +126,7 @@ def encode(
     Args:
         x: a leaf of any floating dtype.
         codebook: `[K]` fp32 levels from -1 to 1, non-decreasing, `K <= 256`.
-        block: entries per block.
-        start: first of the axes that are merged into columns.
+        block, start: as in `block_absmax`.
         ties: as in `nearest`.
         noise: fp32 of `x.shape`, uniform in [0, 1): round stochastically, to the level above or below by distance.
 
@@ -152,8 +146,7 @@ def decode(codes: Tensor, absmax: Tensor, codebook: Tensor, *, block: int, start
         codes: uint8, the leaf's own shape.
         absmax: fp32 of `scale_shape(codes.shape, block, start)`.
         codebook: `[K]` fp32 levels.
-        block: entries per block.
-        start: first of the axes that are merged into columns.
+        block, start: as they were given to `encode`.
     """
     # uint8 tensors index as masks in torch, hence the integers.
     levels = _in_chunks(lambda part: codebook[part.to(torch.int32)], codes.contiguous(), codebook.dtype)
@@ -163,7 +156,7 @@ def decode(codes: Tensor, absmax: Tensor, codebook: Tensor, *, block: int, start
 def tree_sum(x: Tensor, dim: int) -> Tensor:
     """Sum along `dim` by the fixed pairwise tree: pad with zeros to a power of two, add neighbours until one is left.
 
-    The bits depend on the entries and their order alone, never on the device or the number of threads.
+    The bits depend on the entries and their order alone.
     """
     dim = dim % x.dim()
     if x.shape[dim] == 0:
@@ -182,10 +175,7 @@ def histogram(x: Tensor, *, block: int, start: int = 1) -> Tensor:
     The magnitude is binned in 2048 half-open bins on [0, 1] and mirrored for negative entries, so that the counts of
     `-x` are the counts of `x` reversed. Exact zeros, non-finite entries and blocks stored as zero do not count.
 
-    Args:
-        x: a leaf of any floating dtype.
-        block: entries per block.
-        start: first of the axes that are merged into columns.
+    Arguments as in `block_absmax`.
 
     Returns:
         `[4096]` int64.
@@ -264,7 +254,7 @@ def _scaled(x: Tensor, block: int, start: int) -> tuple[Tensor, Tensor]:
 
 def _per_block(columns: Tensor, block: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """Reduce the last axis of whole blocks `[..., n, block]` and of the ragged tail `[..., 1, rest]` separately."""
-    whole, rest = divmod(columns.shape[-1], block)
+    whole, rest = columns.shape[-1] // block, columns.shape[-1] % block
     scales = reduce(torch.unflatten(columns[..., : whole * block], -1, (whole, block)))
     if not rest:
         return scales
@@ -283,9 +273,10 @@ def _midpoints(codebook: Tensor, ties: Ties) -> Tensor:
 
 
 def _zero_code(x: Tensor, codes: Tensor, codebook: Tensor) -> Tensor:
-    """Write `K // 2` for entries that are not finite and for levels that are exactly 0."""
+    """Write `K // 2` for entries that are not finite, and for a chosen 0 where the codebook has its 0 there."""
     zero = codebook.shape[0] // 2
-    return torch.where(x.isfinite() & (codebook[codes] != 0), codes, zero).to(torch.uint8)
+    kept = (codebook[codes] != 0) | (codebook[zero] != 0)
+    return torch.where(x.isfinite() & kept, codes, zero).to(torch.uint8)
 
 
 def _stochastic(x: Tensor, codebook: Tensor, noise: Tensor) -> Tensor:
