@@ -1,0 +1,277 @@
+"""Gefen: Adam with an 8-bit first moment and a compact second one (Benedek, Koren, Fried, arXiv 2606.13894)."""
+
+import zlib
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gefen_fn.base import GradientTransformation, Params, Updates, named
+from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts
+from gefen_fn.quantize import Quantized, gradient_histogram, quantized_zeros, tie_rule
+from gefen_fn.scalar import (
+    Scalar,
+    bias_correction,
+    check_decay,
+    check_nonnegative,
+    check_state,
+    exact,
+    moving_average,
+    new_count,
+    rounded,
+    show,
+)
+from gefen_fn.second_moment import Factored, SecondMoment, policy_for
+from gefen_fn.tree import (
+    StructureError,
+    Tree,
+    broadcast,
+    check_floating,
+    map_update,
+    tree_leaves,
+    tree_map,
+    tree_paths,
+    tree_structure,
+    tree_unflatten,
+)
+from gefen_kernels import reference
+from gefen_kernels.codebook import default_codebook, learn_codebook
+
+_LEVELS = 256
+_DEFAULT_SECOND_MOMENT = Factored(tile=(128, 256))
+_UNLEARNED = (
+    "The codebook must be learned on the host: got a first `update` under torch.compile, vmap or graph capture. "
+    'Use codebook="fixed", or `state = calibrate(tx, grads, state)` before.'
+)
+
+
+class ScaleByGefenState(NamedTuple):
+    """State of `scale_by_gefen`.
+
+    Attributes:
+        count: int32 per leaf, updates of that leaf.
+        codebook: fp32 `[256]`, the levels of every quantized leaf.
+        learned: bool scalar, whether the codebook was learned from gradients; it is frozen then.
+        mu: per leaf a `Quantized`, or fp32 for a dense leaf.
+        nu: per leaf what its policy keeps.
+    """
+
+    count: Tree
+    codebook: Tensor
+    learned: Tensor
+    mu: Tree
+    nu: Tree
+
+
+class _Rule(NamedTuple):
+    """What is static in a leaf's update."""
+
+    second_moment: SecondMoment
+    drive: str
+    rounding: str
+    ties: reference.Ties
+
+
+def scale_by_gefen(
+    b1: Scalar | Tree = 0.9,
+    b2: Scalar | Tree = 0.999,
+    eps: Scalar | Tree = 1e-8,
+    *,
+    second_moment: SecondMoment = _DEFAULT_SECOND_MOMENT,
+    b2_warmup: Scalar | Tree | None = 0.9,
+    block: Blocks = DEFAULT_BLOCK,
+    codebook: str | Tensor = "learned",
+    drive: str = "m",
+    rounding: str = "nearest",
+) -> GradientTransformation:
+    """Gefen's direction: `(d / (1 - b1^t)) / (sqrt(nu_hat / c2) + eps)`.
+
+    `m = b1 mu + (1 - b1) g` is stored as 8-bit codes of `codebook` times each block's largest magnitude. Leaves with
+    fewer than 4,096 entries, fewer than 2 axes or one entry after the first axis are dense: plain Adam in fp32. Updates
+    are fp32 and odd in the gradient, to the bit. Counts are per leaf; a leaf whose gradient is `None` is untouched.
+
+    Args:
+        b1: decay of the first moment, in [0, 1).
+        b2: decay of the second moment, in [0, 1).
+        eps: added after the root.
+        second_moment: `Dense()`, `Block()` or `Factored(tile)`; `Block` where `Factored` does not fit.
+        b2_warmup: exponent q of `min(b2, 1 - t^-q)` for `Block` and `Factored`, with `c2 = 1`; None for constant b2 and
+            `c2 = 1 - b2^t`, the published form.
+        block: entries per block: an int, a tree of ints, or `FlatBlocks`.
+        codebook: `"learned"`: from the first gradients with a non-zero quantized entry, which reads the host;
+            `"fixed"`: the default codebook; or an fp32 tensor `[256]`.
+        drive: `"m"`: d is the moment before it is stored; `"m_hat"`: what is stored, the published form.
+        rounding: `"nearest"`, or `"stochastic"` by distance, drawn from (leaf path, count, index).
+
+    Raises:
+        ValueError: if an argument is out of range.
+        RuntimeError: from `update`, if the codebook is still to be learned where the host cannot read.
+        StructureError: from `update`, if updates and state do not fit.
+    """
+    _check_arguments(b1, b2, eps, b2_warmup, block)
+    _check_choice("drive", drive, ("m", "m_hat"))
+    _check_choice("rounding", rounding, ("nearest", "stochastic"))
+    given = _given_codebook(codebook)
+    rule = _Rule(second_moment, drive, rounding, "zero" if given is None else tie_rule(given))
+
+    def init(params: Params) -> ScaleByGefenState:
+        for p in tree_leaves(params):
+            if p is not None:
+                check_floating(p)
+        where, layout = _codebook_device(params), layouts(block, params)
+        return ScaleByGefenState(
+            tree_map(lambda _: new_count(), params),
+            default_codebook().to(where) if given is None else given.detach().to(where, copy=True),
+            torch.zeros((), dtype=torch.bool, device="cpu"),
+            tree_map(_init_mu, params, layout),
+            tree_map(lambda p, at: policy_for(second_moment, at).init(p, at), params, layout),
+        )
+
+    def update(
+        updates: Updates, state: ScaleByGefenState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, ScaleByGefenState]:
+        check_state(state, ScaleByGefenState)
+        book, learned = state.codebook, state.learned
+        if codebook == "learned":
+            book, learned = _learn(updates, state, block)
+        warmup = tree_map(lambda _: None, updates) if b2_warmup is None else broadcast(b2_warmup, updates)
+        scalars = (*(broadcast(h, updates) for h in (b1, b2, eps)), warmup)
+        static = (layouts(block, updates), _seeds(updates))
+        out, (count, mu, nu) = map_update(
+            partial(_update_leaf, rule, book), updates, (state.count, state.mu, state.nu), *static, *scalars
+        )
+        return out, ScaleByGefenState(count, book, learned, mu, nu)
+
+    shown = ", ".join(f"{k}={show(v)}" for k, v in (("b1", b1), ("b2", b2), ("eps", eps)))
+    options = f"b2_warmup={show(b2_warmup)}, block={show(block)}, codebook={show(codebook)}"
+    choices = f"second_moment={second_moment!r}, {options}, drive={drive!r}, rounding={rounding!r}"
+    return named(f"scale_by_gefen({shown}, {choices})", init, update)
+
+
+def _update_leaf(
+    rule: _Rule,
+    codebook: Tensor,
+    g: Tensor,
+    count: Tensor,
+    mu: Any,
+    nu: Any,
+    layout: LeafLayout,
+    seed: int,
+    b1: Scalar,
+    b2: Scalar,
+    eps: Scalar,
+    warmup: Scalar | None,
+) -> tuple[Tensor, Tensor, Any, Any]:
+    _check_moment(g, mu, layout)
+    g, t = g.float(), count + 1
+    policy = policy_for(rule.second_moment, layout)
+    d, mu = _dense_moment(g, mu, b1) if layout.dense else _moment(rule, codebook, g, mu, t, layout, seed, b1)
+    warm = warmup is not None and policy.warms
+    decay = _warm_decay(b2, t, warmup) if warmup is not None and policy.warms else b2
+    root, nu = policy.update(g, nu, decay, layout)
+    if not warm:
+        root = root / bias_correction(b2, t).sqrt()
+    return d / bias_correction(b1, t) / (root + rounded(eps)), t, mu, nu
+
+
+def _dense_moment(g: Tensor, mu: Tensor, b1: Scalar) -> tuple[Tensor, Tensor]:
+    m = moving_average(b1, mu, g)
+    return m, m
+
+
+def _moment(
+    rule: _Rule, codebook: Tensor, g: Tensor, mu: Quantized, t: Tensor, layout: LeafLayout, seed: int, b1: Scalar
+) -> tuple[Tensor, Quantized]:
+    """The moment that drives the update, and the one that is stored (section 1.5 of the paper's algorithm)."""
+    book, block, start = codebook.to(g.device), layout.block, layout.start
+    m = moving_average(b1, reference.decode(*mu, book, block=block, start=start), g)
+    noise = reference.uniform(seed, t, g.shape, g.device) if rule.rounding == "stochastic" else None
+    stored = Quantized(*reference.encode(m, book, block=block, start=start, ties=rule.ties, noise=noise))
+    return (m if rule.drive == "m" else reference.decode(*stored, book, block=block, start=start)), stored
+
+
+def _warm_decay(b2: Scalar, t: Tensor, warmup: Scalar) -> Tensor:
+    """`min(b2, 1 - t^-q)` in float64: 0 at t = 1, so the weights of the average sum to one at every t."""
+    rising = 1.0 - t.to(torch.float64) ** -exact(warmup)
+    limit = exact(b2)
+    return torch.minimum(rising, limit) if isinstance(limit, Tensor) else rising.clamp(max=limit)
+
+
+def _init_mu(p: Tensor, layout: LeafLayout) -> Any:
+    if layout.dense:
+        return torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
+    return quantized_zeros(p, layout)
+
+
+def _seeds(updates: Updates) -> Tree:
+    """A seed per leaf, from its path, so that leaves draw differently and splitting the tree does not matter."""
+    seeds = [zlib.crc32(path.encode()) for path in tree_paths(updates)]
+    return tree_unflatten(tree_structure(updates), seeds)
+
+
+def _learn(updates: Updates, state: ScaleByGefenState, block: Blocks) -> tuple[Tensor, Tensor]:
+    """The codebook and `learned`, after this gradient; zero gradients and overflows leave them as they are."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(state.learned, _UNLEARNED)
+        return state.codebook, state.learned
+    if bool(torch.func.debug_unwrap(state.learned, recurse=True).all()):
+        return state.codebook, state.learned
+    counts = gradient_histogram(updates, block=block)
+    if not _read(counts.any()):
+        return state.codebook, state.learned
+    return learn_codebook(counts.cpu()).to(state.codebook.device), torch.ones_like(state.learned)
+
+
+def _read(flag: Tensor) -> bool:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(_UNLEARNED)
+    try:
+        return bool(flag)
+    except RuntimeError as error:
+        raise RuntimeError(_UNLEARNED) from error
+
+
+def _codebook_device(params: Params) -> torch.device:
+    """Where the parameters are; the CPU for meta parameters, whose codebook is real."""
+    devices = [p.device for p in tree_leaves(params) if p is not None and p.device.type != "meta"]
+    return devices[0] if devices else torch.device("cpu")
+
+
+def _given_codebook(codebook: str | Tensor) -> Tensor | None:
+    if isinstance(codebook, str):
+        _check_choice("codebook", codebook, ("learned", "fixed"))
+        return None
+    if tuple(codebook.shape) != (_LEVELS,) or codebook.dtype != torch.float32 or bool((codebook.diff() < 0).any()):
+        raise ValueError(
+            f"`codebook` must be fp32 [256], non-decreasing: got {codebook.dtype} {tuple(codebook.shape)}. "
+            "Use `learn_codebook(gradient_histogram(grads))`, and pad fewer levels by repeating zero."
+        )
+    return codebook
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {choices}: got {value!r}. Use {choices[0]!r}.")
+
+
+def _check_arguments(b1: Any, b2: Any, eps: Any, b2_warmup: Any, block: Blocks) -> None:
+    check_decay("b1", b1)
+    check_decay("b2", b2)
+    check_nonnegative("eps", eps)
+    if isinstance(b2_warmup, (int, float)) and not b2_warmup > 0:
+        raise ValueError(f"b2_warmup > 0 must hold: got {b2_warmup!r}. Use 0.9, or None for a constant b2.")
+    if isinstance(block, (int, float)):
+        check_block(block)
+    if isinstance(block, FlatBlocks) and isinstance(block.tree, (int, float)):
+        check_block(block.tree)
+
+
+def _check_moment(g: Tensor, mu: Any, layout: LeafLayout) -> None:
+    stored = mu.codes if isinstance(mu, Quantized) else mu
+    if isinstance(mu, Quantized) == layout.dense or stored.shape != g.shape:
+        kind = "a dense" if layout.dense else "a quantized"
+        raise StructureError(
+            f"State must fit its gradient: got {type(mu).__name__} {tuple(stored.shape)} for {kind} leaf "
+            f"{tuple(g.shape)}. Use the state that `init` made for these params."
+        )

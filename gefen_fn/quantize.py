@@ -1,0 +1,137 @@
+"""Trees of blockwise 8-bit tensors."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts
+from gefen_fn.tree import StructureError, Tree, check_floating, tree_leaves, tree_map
+from gefen_kernels import reference
+
+ZERO_CODE = 128
+
+
+class Quantized(NamedTuple):
+    """A tensor as `codes` (uint8, its own shape) and `absmax` (fp32, one per block: `shape[:j] + (blocks,)`)."""
+
+    codes: Tensor
+    absmax: Tensor
+
+
+def quantized_zeros(like: Tensor, layout: LeafLayout) -> Quantized:
+    """Zeros in the layout of `like`: code 128 everywhere, absmax 0; fresh, contiguous, on its device."""
+    codes = torch.full_like(like, ZERO_CODE, dtype=torch.uint8, memory_format=torch.contiguous_format)
+    shape = reference.scale_shape(layout.shape, layout.block, layout.start)
+    return Quantized(codes, like.new_zeros(shape, dtype=torch.float32))
+
+
+def tie_rule(codebook: Tensor) -> reference.Ties:
+    """How a tie at a midpoint falls: `"zero"` (toward it) for a symmetric codebook, else `"published"` (downwards)."""
+    return "zero" if torch.equal(codebook, -codebook.flip(0)) else "published"
+
+
+def quantize(tree_or_tensor: Tree, codebook: Tensor, *, block: Blocks = DEFAULT_BLOCK) -> Tree:
+    """Quantize every tensor of a tree, whatever its size.
+
+    Args:
+        tree_or_tensor: real floating-point tensors; `None` stays `None`.
+        codebook: fp32 `[256]`, non-decreasing.
+        block: entries per block: an int, a tree of ints, or `FlatBlocks`.
+
+    Returns:
+        The tree with a `Quantized` for each tensor. A vector is one row.
+
+    Raises:
+        StructureError: if a leaf is not a dense floating-point tensor.
+        ValueError: if a block length is not a positive int.
+    """
+    for x in tree_leaves(tree_or_tensor):
+        if x is not None:
+            check_floating(x)
+    ties = tie_rule(codebook)
+
+    def encode(x: Tensor, layout: LeafLayout) -> Quantized:
+        start = min(layout.start, max(x.ndim - 1, 0))
+        book = codebook.to(x.device)
+        return Quantized(*reference.encode(x.float(), book, block=layout.block, start=start, ties=ties))
+
+    return tree_map(encode, tree_or_tensor, layouts(block, tree_or_tensor))
+
+
+def dequantize(q: Tree, codebook: Tensor, *, block: Blocks = DEFAULT_BLOCK, like: Tree | None = None) -> Tree:
+    """Decode a tree of `Quantized`.
+
+    Args:
+        q: a `Quantized` or a tree of them; other leaves pass unchanged.
+        codebook: the codebook it was encoded with.
+        block: the block length it was encoded with; ragged rows do not tell it.
+        like: a tensor or tree of tensors whose dtypes the result takes; fp32 if None.
+
+    Raises:
+        StructureError: if the trees do not fit.
+    """
+
+    def decode(x: Quantized, length: int) -> Tensor:
+        start = x.absmax.ndim - 1
+        return reference.decode(x.codes, x.absmax, codebook.to(x.codes.device), block=length, start=start)
+
+    values = _map_quantized(decode, q, block)
+    return values if like is None else tree_map(lambda x, v: v.to(x.dtype), like, values)
+
+
+def requantize(q: Tree, old: Tensor, new: Tensor, *, block: Blocks = DEFAULT_BLOCK) -> Tree:
+    """Move a tree of `Quantized` from the codebook `old` to `new`; `absmax` is unchanged, other leaves pass."""
+    ties = tie_rule(new)
+
+    def move(x: Quantized, length: int) -> Quantized:
+        book = old.to(x.codes.device)
+        unit = reference.decode(x.codes, torch.ones_like(x.absmax), book, block=length, start=x.absmax.ndim - 1)
+        return Quantized(reference.nearest(unit, new.to(unit.device), ties=ties), x.absmax)
+
+    return _map_quantized(move, q, block)
+
+
+def _map_quantized(f: Callable[[Quantized, int], Any], q: Tree, block: Tree) -> Tree:
+    """Map `f(quantized, block length)` over the `Quantized` in dicts, lists and tuples; other leaves pass."""
+    lengths = block.tree if isinstance(block, FlatBlocks) else block
+    if isinstance(q, Quantized):
+        check_block(lengths)
+        return f(q, lengths)
+    if q is None or isinstance(q, Tensor):
+        return q
+    if not isinstance(q, (dict, list, tuple)):
+        raise StructureError(
+            f"Quantized tensors must lie in dicts, lists or tuples: got {type(q).__name__}. Pass its fields one by one."
+        )
+    keys = list(q) if isinstance(q, dict) else range(len(q))
+    parts = [_map_quantized(f, q[k], lengths if isinstance(lengths, int) else lengths[k]) for k in keys]
+    if isinstance(q, dict):
+        return dict(zip(keys, parts, strict=True))
+    return type(q)(*parts) if hasattr(q, "_fields") else type(q)(parts)
+
+
+def gradient_histogram(grads: Tree, *, block: Blocks = DEFAULT_BLOCK) -> Tensor:
+    """Count the entries of all quantized leaves, each divided by its block's largest magnitude.
+
+    Args:
+        grads: gradients; `None` and dense leaves count nothing.
+        block: entries per block.
+
+    Returns:
+        int64 `[4096]`: counts in equal bins on [-1, 1], exact zeros and non-finite entries not counted; on the device
+        of the first quantized leaf.
+
+    Raises:
+        StructureError: if a leaf is not a dense floating-point tensor.
+    """
+    for g in tree_leaves(grads):
+        if g is not None:
+            check_floating(g)
+    pairs = zip(tree_leaves(grads), tree_leaves(layouts(block, grads)), strict=True)
+    kept = [(g, layout) for g, layout in pairs if g is not None and not layout.dense]
+    total = torch.zeros(4096, dtype=torch.int64, device=kept[0][0].device if kept else None)
+    for g, layout in kept:
+        total = total + reference.histogram(g.float(), block=layout.block, start=layout.start).to(total.device)
+    return total

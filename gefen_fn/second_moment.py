@@ -1,0 +1,213 @@
+"""How the second moment is stored: whole, one per block, or as row and column means of tiles.
+
+A policy has `init(leaf, layout) -> nu` and `update(g, nu, b2, layout) -> (root, nu)`, where `root` is `sqrt(nu_hat)` in
+the leaf's shape. Sums are fixed pairwise fp32 trees, so their bits do not depend on who holds which rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gefen_fn.blocks import LeafLayout
+from gefen_fn.scalar import Scalar, moving_average
+from gefen_kernels import reference
+
+_SHORTEST_SIDE = 32
+_TINY = torch.finfo(torch.float32).tiny
+
+
+class SecondMoment(Protocol):
+    """What a policy must offer. `warms`: whether `b2_warmup` applies, which leaves no bias to correct."""
+
+    warms: ClassVar[bool]
+
+    def init(self, leaf: Tensor, layout: LeafLayout) -> Any:
+        """Return the zero state of a leaf; every shape in it is final."""
+
+    def update(self, g: Tensor, nu: Any, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, Any]:
+        """Return `sqrt(nu_hat)` in the shape of the fp32 gradient `g`, and the new state."""
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Adam's second moment: one fp32 per entry (arXiv 1412.6980). 4 bytes per parameter."""
+
+    warms: ClassVar[bool] = False
+
+    def init(self, leaf: Tensor, layout: LeafLayout) -> Tensor:
+        """Zeros like the leaf."""
+        return torch.zeros_like(leaf, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+    def update(self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, Tensor]:
+        """EMA of `g^2` and its root."""
+        nu = moving_average(b2, nu, g * g)
+        return nu.sqrt(), nu
+
+
+@dataclass(frozen=True)
+class Block:
+    """The Gefen paper's second moment (arXiv 2606.13894): one fp32 per momentum block, 4 / block bytes per entry."""
+
+    warms: ClassVar[bool] = True
+
+    def init(self, leaf: Tensor, layout: LeafLayout) -> Tensor:
+        """Zeros, one per block."""
+        return leaf.new_zeros(reference.scale_shape(layout.shape, layout.block, layout.start), dtype=torch.float32)
+
+    def update(self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, Tensor]:
+        """EMA of the block's mean of `g^2`; its root is shared by the block."""
+        mean = reference.block_mean_square(g, block=layout.block, start=layout.start)
+        nu = moving_average(b2, nu, mean)
+        return reference.expand_blocks(nu.sqrt(), g.shape, block=layout.block, start=layout.start), nu
+
+
+class FactoredState(NamedTuple):
+    """EMAs of tile means of `g^2` for a leaf `[.., R, C]`, both with the leaf's leading axes.
+
+    Attributes:
+        row: fp32 `[.., R, ceil(C / Tc)]`, each row's mean inside a tile.
+        col: fp32 `[.., R, ceil(C / Q)]`; column c of row tile k lies at `[.., k * Tr + c % Q, c // Q]`, else 0.
+    """
+
+    row: Tensor
+    col: Tensor
+
+
+@dataclass(frozen=True)
+class Factored:
+    """Row and column means inside each tile (one tile: Adafactor, arXiv 1804.04235), 4 / Tr + 4 / Tc bytes per entry.
+
+    `sqrt(nu_hat) = sqrt(row_i) * sqrt(col_j / mean(col))` inside each tile. There are `max(1, R // Tr)` row tiles, the
+    last one taking the remainder, and `ceil(C / Tc)` column tiles.
+
+    Attributes:
+        tile: `(Tr, Tc)`, rows (a power of two) and columns of a tile, None for the whole side; None for one tile.
+
+    Raises:
+        ValueError: if a side is not a positive int, or `Tr` not a power of two.
+    """
+
+    tile: tuple[int | None, int | None] | None = None
+    warms: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the tile."""
+        rows, columns = self.sides
+        whole = [side is None or (isinstance(side, int) and side > 0) for side in (rows, columns)]
+        if not all(whole) or (rows is not None and rows & (rows - 1)):
+            raise ValueError(
+                f"`tile` must be (Tr, Tc), Tr a power of two: got {self.tile!r}. "
+                "Use (128, 256), or None for a whole side."
+            )
+
+    @property
+    def sides(self) -> tuple[int | None, int | None]:
+        """`(Tr, Tc)`."""
+        return (None, None) if self.tile is None else self.tile
+
+    def fits(self, layout: LeafLayout) -> bool:
+        """Whether a leaf is a matrix with both sides of at least 32; the policy falls back to `Block` elsewhere."""
+        return layout.start > 0 and min(layout.rows, layout.columns) >= _SHORTEST_SIDE
+
+    def init(self, leaf: Tensor, layout: LeafLayout) -> FactoredState:
+        """Zeros in the shapes of `FactoredState`."""
+        tiles, lead = _Tiles.of(self.sides, layout), layout.matrix[:-1]
+        widths = (len(tiles.widths), -(-layout.columns // tiles.packed))
+        return FactoredState(*(leaf.new_zeros((*lead, w), dtype=torch.float32) for w in widths))
+
+    def update(self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, FactoredState]:
+        """EMAs of the row and column means of `g^2`; the root is a product of two vectors' roots."""
+        tiles = _Tiles.of(self.sides, layout)
+        square = (g * g).reshape(layout.matrix)
+        row = moving_average(b2, nu.row, tiles.row_means(square))
+        col = moving_average(b2, nu.col, tiles.pack(tiles.column_means(square)))
+        columns = tiles.unpack(col)
+        scaled = columns / tiles.across(tiles.normalisers(columns))
+        root = tiles.across(row.sqrt()) * tiles.down(scaled.sqrt())
+        return root.reshape(g.shape), FactoredState(row, col)
+
+
+def policy_for(policy: SecondMoment, layout: LeafLayout) -> SecondMoment:
+    """The policy a leaf really gets: `Dense` on dense leaves, `Block` where `Factored` does not fit."""
+    if layout.dense:
+        return Dense()
+    return Block() if isinstance(policy, Factored) and not policy.fits(layout) else policy
+
+
+class _Tiles(NamedTuple):
+    """The tiles of a matrix `[.., R, C]`: their heights and widths, the nominal width, and Q."""
+
+    heights: tuple[int, ...]
+    widths: tuple[int, ...]
+    height: int
+    width: int
+    packed: int
+
+    @classmethod
+    def of(cls, sides: tuple[int | None, int | None], layout: LeafLayout) -> "_Tiles":
+        rows, columns = layout.rows, layout.columns
+        height, width = sides[0] or rows, min(sides[1] or columns, columns)
+        count = max(1, rows // height)
+        heights = (height,) * (count - 1) + (rows - height * (count - 1),)
+        widths = (width,) * (-(-columns // width) - 1)
+        packed = 1 << (min(height, rows).bit_length() - 1)
+        return cls(heights, (*widths, columns - width * len(widths)), height, width, packed)
+
+    def row_means(self, square: Tensor) -> Tensor:
+        """`[.., R, C]` -> `[.., R, column tiles]`."""
+        return _tile_sums(square, self.width) / _lengths(self.widths, square)
+
+    def normalisers(self, columns: Tensor) -> Tensor:
+        """Each tile's mean of `col`, which equals its mean of `row`: `[.., n, C]` -> `[.., n, column tiles]`."""
+        return self.row_means(columns).clamp(min=_TINY)
+
+    def column_means(self, square: Tensor) -> Tensor:
+        """`[.., R, C]` -> `[.., row tiles, C]`."""
+        count, columns = len(self.heights), square.shape[-1]
+        edge = self.height * (count - 1)
+        last = reference.tree_sum(square[..., edge:, :], -2).unsqueeze(-2)
+        tall = square[..., :edge, :].reshape(*square.shape[:-2], count - 1, self.height, columns)
+        sums = torch.cat([reference.tree_sum(tall, -2), last], -2) if count > 1 else last
+        return sums / _lengths(self.heights, square).unsqueeze(-1)
+
+    def pack(self, columns: Tensor) -> Tensor:
+        """Column c of tile k to `[.., k * Tr + c % Q, c // Q]`: `[.., n, C]` -> `[.., R, ceil(C / Q)]`."""
+        width = -(-columns.shape[-1] // self.packed)
+        padded = F.pad(columns, (0, width * self.packed - columns.shape[-1]))
+        slots = padded.reshape(*columns.shape[:-1], width, self.packed).transpose(-1, -2)
+        stacked = slots.reshape(*columns.shape[:-2], -1, width)
+        return F.pad(stacked, (0, 0, 0, sum(self.heights) - stacked.shape[-2]))
+
+    def unpack(self, col: Tensor) -> Tensor:
+        """The inverse of `pack`."""
+        count = len(self.heights)
+        slots = col[..., : count * self.packed, :].reshape(*col.shape[:-2], count, self.packed, col.shape[-1])
+        return slots.transpose(-1, -2).reshape(*col.shape[:-2], count, -1)[..., : sum(self.widths)]
+
+    def across(self, x: Tensor) -> Tensor:
+        """Repeat each column tile's value over its columns: `[.., column tiles]` -> `[.., C]`."""
+        if len(self.widths) == 1:
+            return x
+        return x[..., torch.arange(sum(self.widths), device=x.device) // self.width]
+
+    def down(self, x: Tensor) -> Tensor:
+        """Repeat each row tile's values over its rows: `[.., n, C]` -> `[.., R, C]`."""
+        if len(self.heights) == 1:
+            return x
+        tile = torch.arange(sum(self.heights), device=x.device) // self.height
+        return x[..., tile.clamp(max=len(self.heights) - 1), :]
+
+
+def _tile_sums(x: Tensor, width: int) -> Tensor:
+    """Tree sums of runs of `width` along the last axis; the zeros that fill the last run do not change its bits."""
+    count = -(-x.shape[-1] // width)
+    padded = F.pad(x, (0, count * width - x.shape[-1]))
+    return reference.tree_sum(padded.reshape(*x.shape[:-1], count, width), -1)
+
+
+def _lengths(lengths: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(lengths, dtype=torch.float32, device=like.device)
