@@ -14,10 +14,11 @@ from gefen_fn.scalar import (
     check_state,
     expression,
     moving_average,
+    per_leaf,
     rounded,
 )
 from gefen_fn.scale import counts, moments
-from gefen_fn.tree import Tree, broadcast, check_floating, map_update
+from gefen_fn.tree import Tree, check_floating, map_update
 
 
 class ScaleByAdamState(NamedTuple):
@@ -72,7 +73,7 @@ def scale_by_adam(
         updates: Updates, state: ScaleByAdamState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, ScaleByAdamState]:
         check_state(state, ScaleByAdamState)
-        out, new = map_update(leaf, updates, state, *(broadcast(h, updates) for h in (b1, b2, eps, eps_root)))
+        out, new = map_update(leaf, updates, state, *(per_leaf(h, updates) for h in (b1, b2, eps, eps_root)))
         return out, ScaleByAdamState(*new)
 
     return named(expression("scale_by_adam", b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov), init, update)
@@ -132,7 +133,7 @@ def scale_by_lion(
         updates: Updates, state: ScaleByLionState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, ScaleByLionState]:
         check_state(state, ScaleByLionState)
-        out, new = map_update(leaf, updates, state, broadcast(b1, updates), broadcast(b2, updates))
+        out, new = map_update(leaf, updates, state, per_leaf(b1, updates), per_leaf(b2, updates))
         return out, ScaleByLionState(*new)
 
     return named(expression("scale_by_lion", b1, b2, mu_dtype), init, update)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gefen_fn.tree import StructureError
+from gefen_fn.tree import StructureError, Tree, broadcast
 
 Scalar = float | Tensor
 
@@ -45,6 +45,15 @@ def bias_correction(decay: Scalar, count: Tensor) -> Tensor:
     """`1 - decay**count` as a 0-dim fp32 tensor, computed in float64 (arXiv 1412.6980, section 3)."""
     power: Tensor = exact(decay) ** count.to(torch.float64)
     return (1.0 - power).to(torch.float32)
+
+
+def per_leaf(value: Any, tree: Tree) -> Tree:
+    """`value` at every leaf of `tree`, a number as one 0-dim float64 tensor.
+
+    A tensor, because Dynamo cannot rebuild a dict whose leaves are all Python numbers.
+    """
+    number = isinstance(value, (int, float))
+    return broadcast(torch.tensor(value, dtype=torch.float64, device="cpu") if number else value, tree)
 
 
 def new_count() -> Tensor:

@@ -27,10 +27,11 @@ from gefen_fn.scalar import (
     moving_average,
     multiply,
     new_count,
+    per_leaf,
     rounded,
     wide_dtype,
 )
-from gefen_fn.tree import Tree, broadcast, check_floating, map_update, tree_map
+from gefen_fn.tree import Tree, check_floating, map_update, tree_map
 
 TreeRule = Callable[[Updates, Any, Params | None], Updates]
 
@@ -85,7 +86,7 @@ def map_scalar(f: Callable[..., Tensor], updates: Updates, value: Any, *rest: Tr
         check_floating(u)
         return f(u, s, *others)
 
-    return tree_map(leaf, updates, broadcast(value, updates), *rest)
+    return tree_map(leaf, updates, per_leaf(value, updates), *rest)
 
 
 def scale(step_size: Scalar | Tree) -> GradientTransformation:
@@ -205,7 +206,7 @@ def trace(
         updates: Updates, state: TraceState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, TraceState]:
         check_state(state, TraceState)
-        out, new = map_update(leaf, updates, state, broadcast(decay, updates))
+        out, new = map_update(leaf, updates, state, per_leaf(decay, updates))
         return out, TraceState(*new)
 
     return named(expression("trace", decay, nesterov=nesterov), init, update)
@@ -238,7 +239,7 @@ def ema(
         updates: Updates, state: EmaState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, EmaState]:
         check_state(state, EmaState)
-        out, new = map_update(leaf, updates, state, broadcast(decay, updates))
+        out, new = map_update(leaf, updates, state, per_leaf(decay, updates))
         return out, EmaState(*new)
 
     return named(expression("ema", decay, debias=debias), init, update)
