@@ -126,7 +126,8 @@ def encode(
     Args:
         x: a leaf of any floating dtype.
         codebook: `[K]` fp32 levels from -1 to 1, non-decreasing, `K <= 256`.
-        block, start: as in `block_absmax`.
+        block: entries per block.
+        start: first of the axes that are merged into columns.
         ties: as in `nearest`.
         noise: fp32 of `x.shape`, uniform in [0, 1): round stochastically, to the level above or below by distance.
 
@@ -146,7 +147,8 @@ def decode(codes: Tensor, absmax: Tensor, codebook: Tensor, *, block: int, start
         codes: uint8, the leaf's own shape.
         absmax: fp32 of `scale_shape(codes.shape, block, start)`.
         codebook: `[K]` fp32 levels.
-        block, start: as they were given to `encode`.
+        block: as it was given to `encode`.
+        start: as it was given to `encode`.
     """
     # uint8 tensors index as masks in torch, hence the integers.
     levels = _in_chunks(lambda part: codebook[part.to(torch.int32)], codes.contiguous(), codebook.dtype)
@@ -170,15 +172,12 @@ def tree_sum(x: Tensor, dim: int) -> Tensor:
 
 
 def histogram(x: Tensor, *, block: int, start: int = 1) -> Tensor:
-    """Counts of `x / absmax` in 4096 equal bins on [-1, 1], for learning a codebook.
+    """Counts of `x / absmax` in 4096 equal bins on [-1, 1], for learning a codebook: `[4096]` int64.
 
     The magnitude is binned in 2048 half-open bins on [0, 1] and mirrored for negative entries, so that the counts of
     `-x` are the counts of `x` reversed. Exact zeros, non-finite entries and blocks stored as zero do not count.
 
     Arguments as in `block_absmax`.
-
-    Returns:
-        `[4096]` int64.
     """
     ratio, _ = _scaled(x, block, start)
     counts = torch.zeros(2 * _HALF_BINS, dtype=torch.int64, device=x.device)
