@@ -12,7 +12,7 @@ from gefen_nn.errors import CheckpointError
 from gefen_nn.groups import FIXED_KEYS
 
 _NOT_VALUES = ("params", "param_names", *FIXED_KEYS)
-_SCALES = ("absmax", "row", "col", "rows", "cols", "scale", "scales")
+_SCALES = ("absmax", "row", "col")
 
 
 class Saved(NamedTuple):
@@ -35,7 +35,7 @@ def read(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], mem
     """
     for key in ("state", "param_groups"):
         if key not in state_dict:
-            raise CheckpointError(f"A state dict has `{key}`: got keys {sorted(state_dict)}. Pass `optimizer.state_dict()`.")
+            raise CheckpointError(f"A state dict has `{key}`: got {sorted(state_dict)}. Pass `optimizer.state_dict()`.")
     for group in state_dict["param_groups"]:
         _check_fixed(group, groups[0])
     names = _match(state_dict["param_groups"], members, "param_names" in groups[0])
@@ -68,7 +68,7 @@ def _match(saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]],
     else:
         names = targets
     if len(ids) != len(names):
-        raise CheckpointError(f"Parameters must match: got {len(ids)} for {len(names)}. Save with names to match by name.")
+        raise CheckpointError(f"Parameters must match: got {len(ids)} for {len(names)}. Build the same groups.")
     return dict(zip(ids, names, strict=True))
 
 
@@ -76,7 +76,7 @@ def _check_names(names: Sequence[str], targets: Sequence[str]) -> None:
     missing, extra = sorted(set(targets) - set(names)), sorted(set(names) - set(targets))
     if missing or extra or len(set(names)) != len(names):
         raise CheckpointError(
-            f"Parameter names must match: missing {missing}, unexpected {extra}. Rename the entries or rebuild the model."
+            f"Parameter names must match: missing {missing}, unexpected {extra}. Rename the entries."
         )
 
 
@@ -106,7 +106,9 @@ def _load(slot: state_view.Slot, saved: Mapping[str, Mapping[str, Tensor]]) -> T
     if slot.value is None or not copies:
         return slot.value
     if any(not same_bits(copies[0], other) for other in copies[1:]):
-        raise CheckpointError(f"`{slot.key}` is shared and must be equal for all parameters: got different copies. Save again.")
+        raise CheckpointError(
+            f"`{slot.key}` is shared and must be equal for all parameters: got different copies. Load an older file."
+        )
     return copies[0].detach().to(slot.value.device, copy=True)
 
 

@@ -84,7 +84,9 @@ def _read(group: Mapping[str, Any], name: str, pairs: Pairs) -> Any:
 
 
 def _scalar(value: Any) -> Tensor:
-    return torch.as_tensor(value).detach().to(torch.float64).reshape(())
+    if isinstance(value, Tensor):
+        return value.detach().to(torch.float64).reshape(())
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def group_hyperparams(
@@ -102,7 +104,9 @@ def group_hyperparams(
         For each name a 0-dim float64 tensor, or `{parameter: 0-dim tensor}` where groups differ.
     """
     rows = [(group, names) for group, names in zip(groups, members, strict=True) if names]
-    return {name: _spread([_scalar(_read(g, name, pairs)) for g, _ in rows], [n for _, n in rows]) for name in injected if rows}
+    owners = [names for _, names in rows]
+    read = {name: [_scalar(_read(group, name, pairs)) for group, _ in rows] for name in injected if rows}
+    return {name: _spread(values, owners) for name, values in read.items()}
 
 
 def _spread(values: list[Tensor], members: list[Sequence[str]]) -> Tensor | dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """A `torch.optim.Optimizer` over any transform: one state tree, groups by name, one assignment per step."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from typing import Any, ClassVar
@@ -52,11 +53,12 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     # Torch assigns `state` once while constructing; afterwards it is a view of the tree.
     @property
-    def state(self) -> dict[Tensor, dict[str, Tensor]]:  # type: ignore[override]
+    def state(self) -> defaultdict[Tensor, Any]:
         """The state per parameter, a view: `{parameter: {"<stage>.<field>[.<subfield>]": tensor}}`."""
         self._sync()
         by_name = self._named()
-        return {by_name[name]: leaves for name, leaves in state_view.view(self._shown(self._state), self._seen).items()}
+        shown = state_view.view(self._shown(self._state), self._seen)
+        return defaultdict(dict, {by_name[name]: leaves for name, leaves in shown.items()})
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -87,7 +89,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         params = [p for group in self.param_groups for p in group["params"]]
         if len(set(names)) != len(names) or len(set(params)) != len(params):
             repeated = sorted({n for n in names if names.count(n) > 1})
-            raise ValueError(f"Each parameter and name may appear once: got {repeated or 'a tensor'} twice. Remove one.")
+            raise ValueError(f"Each parameter and name appears once: got {repeated or 'a tensor'} twice. Drop one.")
         for p in self.param_groups[-1]["params"]:
             check_floating(p)
         if not self._injected:
@@ -141,7 +143,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         return state._replace(hyperparams={**state.hyperparams, **values})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, each rounded once to its own dtype.
 
         Everything that may be refused is refused before anything changes.
@@ -211,7 +213,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._state = self._with_hyperparams(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TransformOptimizer":
-        """A copy with its own parameters and state; hooks, and a scheduler's wrapper of `step`, stay behind as in torch."""
+        """A copy with its own parameters and state, without hooks or a scheduler's wrapper of `step`, as in torch."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
         own = {k: v for k, v in self.__dict__.items() if k not in ("_tx", "step") and not k.startswith("_optimizer_")}

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from gefen_fn.alias import gefen
@@ -16,7 +15,7 @@ from gefen_fn.second_moment import Factored
 from gefen_nn import groups
 from gefen_nn.optimizer import TransformOptimizer
 
-_FACTORED = Factored()
+_FACTORED = Factored(tile=(128, 256))
 _REFUSED = {
     "amsgrad": "The running maximum of the second moment is not kept; leave it out",
     "differentiable": "Use the pure transform, `gefen_fn.gefen`, and differentiate through its updates",
@@ -27,8 +26,8 @@ _REFUSED = {
 class Gefen(TransformOptimizer):
     """AdamW with its first moment in one byte per entry and a factored second moment.
 
-    Arguments up to `fused` are those of `torch.optim.AdamW`, but `weight_decay` is 0.0 where AdamW's is 0.01. The rule is
-    `gefen_fn.gefen`. `lr`, `betas`, `eps` and `weight_decay` are group keys, read at each step.
+    Arguments up to `fused` are those of `torch.optim.AdamW`, but `weight_decay` is 0.0 where AdamW's is 0.01. The rule
+    is `gefen_fn.gefen`. `lr`, `betas`, `eps` and `weight_decay` are group keys, read at each step.
 
     Args:
         params: parameters, `(name, parameter)` pairs or groups.
@@ -92,7 +91,11 @@ class Gefen(TransformOptimizer):
         }
         self._start = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         check_adam(self._start)
-        rule = _rule(maximize, "stochastic" if stochastic_rounding else "nearest", second_moment, b2_warmup, block, codebook)
+        rule = _rule(
+            maximize,
+            stochastic_rounding,
+            {"second_moment": second_moment, "b2_warmup": b2_warmup, "block": block, "codebook": codebook},
+        )
         b1, b2 = betas
         tx = inject_hyperparams(rule)(float(lr), float(b1), float(b2), float(eps), float(weight_decay))
         super().__init__(params, tx)
@@ -109,11 +112,15 @@ class Gefen(TransformOptimizer):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild from the arguments, then put the state back."""
-        return rebuild, (type(self), [dict(g) for g in self.param_groups], {**self._start, **self._arguments}, self.state_dict())
+        arguments = {**self._start, **self._arguments}
+        return rebuild, (type(self), [dict(g) for g in self.param_groups], arguments, self.state_dict())
 
 
 def rebuild(
-    preset: type[TransformOptimizer], param_groups: list[dict[str, Any]], arguments: dict[str, Any], state: dict[str, Any]
+    preset: type[TransformOptimizer],
+    param_groups: list[dict[str, Any]],
+    arguments: dict[str, Any],
+    state: dict[str, Any],
 ) -> TransformOptimizer:
     """Unpickle a preset: construct it from its arguments, then load its state.
 
@@ -144,20 +151,17 @@ def check_adam(group: Mapping[str, Any]) -> None:
         if not 0.0 <= float(group[key]) < float("inf"):
             raise ValueError(f"`{key}` must be finite and >= 0: got {group[key]}. Check the argument's order and sign.")
     if len(group["betas"]) != 2 or not all(0.0 <= float(b) < 1.0 for b in group["betas"]):
-        raise ValueError(f"`betas` must be two numbers in [0, 1): got {group['betas']}. The usual ones are (0.9, 0.999).")
+        raise ValueError(f"`betas` must be two numbers in [0, 1): got {group['betas']}. The default is (0.9, 0.999).")
 
 
-def _rule(
-    maximize: bool, rounding: str, second_moment: Any, b2_warmup: float | None, block: Any, codebook: str | Tensor
-) -> Callable[..., GradientTransformation]:
+def _rule(maximize: bool, stochastic: bool, fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
     """The factory whose numbers are injected."""
-    fixed: dict[str, Any] = {"second_moment": second_moment, "b2_warmup": b2_warmup, "block": block, "codebook": codebook}
 
     def rule(learning_rate: Any, b1: Any, b2: Any, eps: Any, weight_decay: Any) -> GradientTransformation:
-        if rounding == "nearest":
+        if not stochastic:
             tx = gefen(learning_rate, b1, b2, eps, weight_decay, **fixed)
         else:
-            moments = scale_by_gefen(b1, b2, eps, rounding=rounding, **fixed)
+            moments = scale_by_gefen(b1, b2, eps, rounding="stochastic", **fixed)
             tx = chain(moments, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
         return chain(scale(-1.0), tx) if maximize else tx
 

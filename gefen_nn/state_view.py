@@ -109,8 +109,8 @@ def _keep(slot: Slot, old: Tensor | None) -> Tensor | None:
         return slot.value
     if old.shape != slot.value.shape:
         raise StructureError(
-            f"A parameter must keep its shape: state `{slot.key}` of {slot.owner!r} is {tuple(old.shape)}, the parameter "
-            f"now asks for {tuple(slot.value.shape)}. Build the optimizer after reshaping."
+            f"A parameter must keep its shape: state `{slot.key}` of {slot.owner!r} is {tuple(old.shape)}, the "
+            f"parameter now asks for {tuple(slot.value.shape)}. Build the optimizer after reshaping."
         )
     return old
 
