@@ -185,8 +185,7 @@ def test_a_block_of_zeros_or_subnormals_is_stored_as_zeros(scale, noise):
 
 
 def test_the_lower_of_two_zeros_is_accepted_but_never_written():
-    codes, _ = encode(drawn((64, 512)), BOOK, block=256)
-    assert not (codes == 127).any()
+    assert not (encode(drawn((64, 512)), BOOK, block=256)[0] == 127).any()
     assert (decode(torch.full((1, 4), 127, dtype=torch.uint8), torch.ones(1, 1), BOOK, block=256) == 0).all()
 
 
@@ -253,8 +252,7 @@ def test_the_histogram_counts_finite_entries_once_and_mirrors_them():
     x = torch.tensor([[1.0, -1.0, 0.5, -0.5, 0.0, 0.25, 1e-9, -1e-9], [0.0] * 8, *([bad] * 8 for bad in BAD)])
     expected = {0: 1, 4095: 1, 2048 + 1024: 1, 2047 - 1024: 1, 2048 + 512: 1, 2048: 1, 2047: 1}
     counts = histogram(x, block=8)
-    assert counts.dtype == torch.int64
-    assert {i: int(c) for i, c in enumerate(counts) if c} == expected
+    assert counts.dtype == torch.int64 and {i: int(c) for i, c in enumerate(counts) if c} == expected
 
 
 def test_the_histogram_of_the_opposite_is_reversed_and_adds_over_rows():
