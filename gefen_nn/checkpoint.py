@@ -75,9 +75,7 @@ def _match(saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]],
 def _check_names(names: Sequence[str], targets: Sequence[str]) -> None:
     missing, extra = sorted(set(targets) - set(names)), sorted(set(names) - set(targets))
     if missing or extra or len(set(names)) != len(names):
-        raise CheckpointError(
-            f"Parameter names must match: missing {missing}, unexpected {extra}. Rename the entries."
-        )
+        raise CheckpointError(f"Parameter names must match: missing {missing}, unexpected {extra}. Rename the entries.")
 
 
 def restore(
@@ -162,13 +160,31 @@ def _summary(x: Tensor) -> str:
     return f"values from {float(x.min())} to {float(x.max())}" if x.numel() else "an empty tensor"
 
 
-def group_values(saved: Mapping[str, Mapping[str, Any]], members: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+def group_values(
+    saved: Mapping[str, Mapping[str, Any]], members: Sequence[Sequence[str]], defaults: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """The hyperparameters of each target group, taken from its parameters.
 
+    Args:
+        saved: the saved values by parameter.
+        members: the names of each target group's parameters.
+        defaults: what every group holds, for its keys and their kinds.
+
     Raises:
-        CheckpointError: if a group's parameters were saved with different values.
+        CheckpointError: if a group's parameters were saved with different values, or without one.
     """
-    return [_agree([saved[name] for name in member]) for member in members]
+    values = [_agree([saved[name] for name in member]) for member in members]
+    for key in defaults.keys() - set(FIXED_KEYS):
+        for own in (own for own in values if own and _count_numbers(own.get(key)) != _count_numbers(defaults[key])):
+            raise CheckpointError(f"`{key}` must be like {defaults[key]}: got {own.get(key)}. The file is damaged.")
+    return values
+
+
+def _count_numbers(value: Any) -> tuple[int, ...] | None:
+    """What tells kinds apart: () for a number, its length for a sequence of numbers, None for anything else."""
+    if isinstance(value, (list, tuple)):
+        return (len(value),) if all(_count_numbers(v) == () for v in value) else None
+    return () if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1) else None
 
 
 def _agree(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -204,7 +204,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         own, seen = self._grown([name for name, leaves in saved.leaves.items() if leaves])
         frozen = {name for name, p in self._named().items() if not p.requires_grad}
         state = checkpoint.restore(self._shown(own), seen.keys(), saved.leaves, frozen)
-        values = checkpoint.group_values(saved.values, self._members())
+        values = checkpoint.group_values(saved.values, self._members(), self.defaults)
         for group, given in zip(self.param_groups, values, strict=True):
             checkpoint.fill_group(group, given)
         if self._injected:
