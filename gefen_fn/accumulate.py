@@ -45,7 +45,8 @@ def MultiSteps(  # optax's name
     """Accumulate gradients over k micro-steps and call `opt` once with their mean, leaf by leaf.
 
     The sum is kept in fp32 (float64 for float64 leaves), divided by the number of micro-steps in which the leaf had
-    a gradient, and passed on in that dtype. Between updates the updates are zero and `opt` is not called. With k = 1 there is no accumulator.
+    a gradient, and passed on in that dtype. Between updates the updates are zero and `opt` is not called. With k = 1
+    there is no accumulator.
 
     Args:
         opt: the transform to call every k micro-steps.

@@ -121,8 +121,8 @@ def gefen(
 ) -> GradientTransformation:
     """Gefen: AdamW's rule at about one byte of state per parameter.
 
-    The first moment is kept as 8-bit codes of a learned codebook with one scale per block, the second moment as sums that
-    `second_moment` describes. Per leaf, `p = p - learning_rate (direction + weight_decay p)`.
+    The first moment is kept as 8-bit codes of a learned codebook with one scale per block, the second moment as sums
+    that `second_moment` describes. Per leaf, `p = p - learning_rate (direction + weight_decay p)`.
 
     Args:
         learning_rate: a number, a scalar tensor or a schedule.
