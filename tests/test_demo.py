@@ -12,9 +12,15 @@ import torch
 from gefen_nn import cli
 from gefen_nn.demo_data import batch_at, standard_library_text
 from gefen_nn.demo_model import Decoder, next_byte_loss
-from gefen_nn.demo_train import OPTIMIZERS, Run, Settings, load_run, same_bits
+from gefen_nn.demo_train import OPTIMIZERS, Run, Settings, load_run, same_bits, torch_threads
 
 TINY = Settings(steps=4, batch=2, context=16, threads=1)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="module")
