@@ -111,7 +111,7 @@ def MultiSteps(  # optax's name
         return (step if every_step else accumulate)(updates, state, params, **extra)
 
     shown = getattr(every_k_schedule, "__name__", every_k_schedule)
-    return named(f"MultiSteps({opt!r}, {shown})", init, update)
+    return named(lambda: f"MultiSteps({opt!r}, {shown})", init, update)
 
 
 def has_updated(state: MultiStepsState) -> Tensor:
@@ -154,7 +154,7 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
             out, inner_state = inner.update(updates, inner_state, params, **extra)
         return out, ApplyIfFiniteState(in_a_row, _flag(finite), total, inner_state)
 
-    return named(f"apply_if_finite({inner!r}, {max_consecutive_errors})", init, update)
+    return named(lambda: f"apply_if_finite({inner!r}, {max_consecutive_errors})", init, update)
 
 
 def _add(updates: Updates, state: MultiStepsState) -> MultiStepsState:

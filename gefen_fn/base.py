@@ -47,7 +47,8 @@ class GradientTransformation(NamedTuple):
 
     def __repr__(self) -> str:
         """The expression that built this transform, when its constructor recorded one."""
-        return str(getattr(self.update, "expression", "GradientTransformation(init, update)"))
+        expression = getattr(self.update, "expression", "GradientTransformation(init, update)")
+        return str(expression() if callable(expression) else expression)
 
 
 GradientTransformationExtraArgs = GradientTransformation
@@ -58,8 +59,12 @@ def with_extra_args_support(tx: GradientTransformation) -> GradientTransformatio
     return tx
 
 
-def named(expression: str, init: InitFn, update: UpdateFn) -> GradientTransformation:
-    """Build a transform whose `repr` is `expression`."""
+def named(expression: str | Callable[[], str], init: InitFn, update: UpdateFn) -> GradientTransformation:
+    """Build a transform whose `repr` is `expression`.
+
+    A transform of transforms passes a function: their `repr` is then asked for only when somebody looks, so that a
+    transform can be built inside a compiled region.
+    """
     update.expression = expression  # type: ignore[attr-defined]
     return GradientTransformation(init, update)
 

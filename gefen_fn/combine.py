@@ -58,7 +58,7 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         return updates, tuple(new)
 
     update.stages = txs  # type: ignore[attr-defined]
-    return named(f"chain({', '.join(map(repr, txs))})", init, update)
+    return named(lambda: f"chain({', '.join(map(repr, txs))})", init, update)
 
 
 def _check_names(expected: Any, got: Any) -> None:
@@ -96,7 +96,7 @@ def named_chain(*txs: tuple[str, GradientTransformation]) -> GradientTransformat
         return updates, dict(zip(names, new, strict=True))
 
     update.stages = inner.update.stages  # type: ignore[attr-defined]
-    return named(f"named_chain({', '.join(f'({name!r}, {tx!r})' for name, tx in txs)})", init, update)
+    return named(lambda: f"named_chain({', '.join(f'({name!r}, {tx!r})' for name, tx in txs)})", init, update)
 
 
 def _expand(prefix: Tree, tree: Tree) -> Tree:
@@ -147,7 +147,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         new, inner_state = inner.update(shown, state.inner_state, _select(params, keep, True), **extra)
         return tree_map(lambda u, k, n: n if k else u, updates, keep, new), MaskedState(inner_state)
 
-    return named(f"masked({inner!r}, mask)", init, update)
+    return named(lambda: f"masked({inner!r}, mask)", init, update)
 
 
 def partition(transforms: Mapping[Hashable, GradientTransformation], param_labels: Labels) -> GradientTransformation:
@@ -189,4 +189,4 @@ def partition(transforms: Mapping[Hashable, GradientTransformation], param_label
             outs.append(out)
         return tree_map(lambda u, k, *new: new[index[k]], updates, labels, *outs), PartitionState(states)
 
-    return named(f"partition({dict(transforms)!r}, param_labels)", init, update)
+    return named(lambda: f"partition({dict(transforms)!r}, param_labels)", init, update)

@@ -65,12 +65,24 @@ class ScaleByGefenState(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """What is static in a leaf's update."""
+    """The arguments of `scale_by_gefen`, with the tie rule of its codebook; `codebook` is a tensor if one was given."""
 
+    b1: Scalar | Tree
+    b2: Scalar | Tree
+    eps: Scalar | Tree
     second_moment: SecondMoment
+    b2_warmup: Scalar | Tree | None
+    block: Blocks
+    codebook: str | Tensor
     drive: str
     rounding: str
     ties: reference.Ties
+
+    def __repr__(self) -> str:
+        shown = {k: show(v) for k, v in self._asdict().items() if k != "ties"} | {
+            "second_moment": repr(self.second_moment)
+        }
+        return f"scale_by_gefen({', '.join(f'{k}={v}' for k, v in shown.items())})"
 
 
 def scale_by_gefen(
@@ -112,41 +124,47 @@ def scale_by_gefen(
     _check_arguments(b1, b2, eps, b2_warmup, block)
     _check_choice("drive", drive, ("m", "m_hat"))
     _check_choice("rounding", rounding, ("nearest", "stochastic"))
-    given = _given_codebook(codebook)
-    rule = _Rule(second_moment, drive, rounding, "zero" if given is None else tie_rule(given))
+    ties = _check_codebook(codebook)
+    rule = _Rule(b1, b2, eps, second_moment, b2_warmup, block, codebook, drive, rounding, ties)
 
     def init(params: Params) -> ScaleByGefenState:
-        for p in tree_leaves(params):
-            if p is not None:
-                check_floating(p)
-        where, layout = _codebook_device(params), layouts(block, params)
-        return ScaleByGefenState(
-            tree_map(lambda _: new_count(), params),
-            default_codebook().to(where) if given is None else given.detach().to(where, copy=True),
-            torch.zeros((), dtype=torch.bool, device="cpu"),
-            tree_map(_init_mu, params, layout),
-            tree_map(lambda p, at: policy_for(second_moment, at).init(p, at), params, layout),
-        )
+        return _init(rule, params)
 
     def update(
         updates: Updates, state: ScaleByGefenState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, ScaleByGefenState]:
-        check_state(state, ScaleByGefenState)
-        book, learned = state.codebook, state.learned
-        if codebook == "learned":
-            book, learned = _learn(updates, state, block)
-        warmup = tree_map(lambda _: None, updates) if b2_warmup is None else broadcast(b2_warmup, updates)
-        scalars = (*(broadcast(h, updates) for h in (b1, b2, eps)), warmup)
-        static = (layouts(block, updates), _seeds(updates))
-        out, (count, mu, nu) = map_update(
-            partial(_update_leaf, rule, book), updates, (state.count, state.mu, state.nu), *static, *scalars
-        )
-        return out, ScaleByGefenState(count, book, learned, mu, nu)
+        return _update(rule, updates, state, params, **extra)
 
-    shown = ", ".join(f"{k}={show(v)}" for k, v in (("b1", b1), ("b2", b2), ("eps", eps)))
-    options = f"b2_warmup={show(b2_warmup)}, block={show(block)}, codebook={show(codebook)}"
-    choices = f"second_moment={second_moment!r}, {options}, drive={drive!r}, rounding={rounding!r}"
-    return named(f"scale_by_gefen({shown}, {choices})", init, update)
+    return named(lambda: repr(rule), init, update)
+
+
+def _init(rule: _Rule, params: Params) -> ScaleByGefenState:
+    for p in tree_leaves(params):
+        if p is not None:
+            check_floating(p)
+    given, layout = rule.codebook, layouts(rule.block, params)
+    book = given.detach().clone() if isinstance(given, Tensor) else default_codebook()
+    return ScaleByGefenState(
+        tree_map(lambda _: new_count(), params),
+        book.to(_codebook_device(params)),
+        torch.zeros((), dtype=torch.bool, device="cpu"),
+        tree_map(_init_mu, params, layout),
+        tree_map(lambda p, at: policy_for(rule.second_moment, at).init(p, at), params, layout),
+    )
+
+
+def _update(
+    rule: _Rule, updates: Updates, state: ScaleByGefenState, params: Params | None = None, **extra: Any
+) -> tuple[Updates, ScaleByGefenState]:
+    check_state(state, ScaleByGefenState)
+    learns = isinstance(rule.codebook, str) and rule.codebook == "learned"
+    book, learned = _learn(updates, state, rule.block) if learns else (state.codebook, state.learned)
+    scalars = [broadcast(h, updates) for h in (rule.b1, rule.b2, rule.eps)]
+    scalars.append(tree_map(lambda _: None, updates) if rule.b2_warmup is None else broadcast(rule.b2_warmup, updates))
+    moments = state.count, state.mu, state.nu
+    static = layouts(rule.block, updates), _seeds(updates)
+    out, (count, mu, nu) = map_update(partial(_update_leaf, rule, book), updates, moments, *static, *scalars)
+    return out, ScaleByGefenState(count, book, learned, mu, nu)
 
 
 def _update_leaf(
@@ -167,10 +185,10 @@ def _update_leaf(
     g, t = g.float(), count + 1
     policy = policy_for(rule.second_moment, layout)
     d, mu = _dense_moment(g, mu, b1) if layout.dense else _moment(rule, codebook, g, mu, t, layout, seed, b1)
-    warm = warmup is not None and policy.warms
-    decay = _warm_decay(b2, t, warmup) if warmup is not None and policy.warms else b2
-    root, nu = policy.update(g, nu, decay, layout)
-    if not warm:
+    if warmup is not None and policy.warms:
+        root, nu = policy.update(g, nu, _warm_decay(b2, t, warmup), layout)
+    else:
+        root, nu = policy.update(g, nu, b2, layout)
         root = root / bias_correction(b2, t).sqrt()
     return d / bias_correction(b1, t) / (root + rounded(eps)), t, mu, nu
 
@@ -238,16 +256,17 @@ def _codebook_device(params: Params) -> torch.device:
     return devices[0] if devices else torch.device("cpu")
 
 
-def _given_codebook(codebook: str | Tensor) -> Tensor | None:
+def _check_codebook(codebook: str | Tensor) -> reference.Ties:
+    """Refuse what cannot be a codebook; return its tie rule."""
     if isinstance(codebook, str):
         _check_choice("codebook", codebook, ("learned", "fixed"))
-        return None
+        return "zero"
     if tuple(codebook.shape) != (_LEVELS,) or codebook.dtype != torch.float32 or bool((codebook.diff() < 0).any()):
         raise ValueError(
             f"`codebook` must be fp32 [256], non-decreasing: got {codebook.dtype} {tuple(codebook.shape)}. "
             "Use `learn_codebook(gradient_histogram(grads))`, and pad fewer levels by repeating zero."
         )
-    return codebook
+    return tie_rule(codebook)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
