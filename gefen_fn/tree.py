@@ -108,7 +108,7 @@ def path_part(entry: Any) -> str:
 def broadcast(value: Any, tree: Tree) -> Tree:
     """A tree like `tree` that holds `value` at every leaf; a `value` that is such a tree is returned as it is."""
     if isinstance(value, (int, float, Tensor)):
-        return tree_map(lambda _: value, tree, skip_none=False)
+        return optree.tree_map(lambda _: value, tree, none_is_leaf=True)
     return tree_map(lambda _, v: v, tree, value, skip_none=False)
 
 
