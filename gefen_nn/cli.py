@@ -61,14 +61,12 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
 
 def _demo(arguments: argparse.Namespace) -> int:
     # Imported here so that `gefen --help` and wrong arguments need neither torch nor the demo's extras.
-    import torch
 
     from gefen_nn.demo import run_demo
     from gefen_nn.demo_train import Settings
 
     names = list(dict.fromkeys(arguments.optimizer or _CHOICES))
-    threads = min(2, torch.get_num_threads())  # so small a model gains nothing from more
-    settings = Settings(steps=arguments.steps, seed=arguments.seed, threads=threads)
+    settings = Settings(steps=arguments.steps, seed=arguments.seed)
     return 0 if run_demo(names, settings, arguments.out, as_json=arguments.json) else 1
 
 
