@@ -40,4 +40,4 @@ def _take_codebooks(old: Any, new: Any) -> Any:
     if "codebook" in fields and "learned" in fields:
         return old._replace(codebook=new.codebook, learned=new.learned)  # type: ignore[union-attr]
     parts = [_take_codebooks(a, b) for a, b in zip(old, new, strict=True)]
-    return type(old)(*parts) if fields else type(old)(parts)
+    return type(old)(*parts) if hasattr(old, "_fields") else type(old)(parts)

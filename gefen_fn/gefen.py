@@ -1,14 +1,13 @@
 """Gefen: Adam with an 8-bit first moment and a compact second one (Benedek, Koren, Fried, arXiv 2606.13894)."""
 
 import zlib
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, Params, Updates, named
-from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts
+from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts, leaf_layout
 from gefen_fn.quantize import Quantized, gradient_histogram, quantized_zeros, tie_rule
 from gefen_fn.scalar import (
     Scalar,
@@ -26,7 +25,6 @@ from gefen_fn.second_moment import Factored, SecondMoment, policy_for
 from gefen_fn.tree import (
     StructureError,
     Tree,
-    broadcast,
     check_floating,
     map_update,
     tree_leaves,
@@ -159,12 +157,22 @@ def _update(
     check_state(state, ScaleByGefenState)
     learns = isinstance(rule.codebook, str) and rule.codebook == "learned"
     book, learned = _learn(updates, state, rule.block) if learns else (state.codebook, state.learned)
-    scalars = [broadcast(h, updates) for h in (rule.b1, rule.b2, rule.eps)]
-    scalars.append(tree_map(lambda _: None, updates) if rule.b2_warmup is None else broadcast(rule.b2_warmup, updates))
-    moments = state.count, state.mu, state.nu
-    static = layouts(rule.block, updates), _seeds(updates)
-    out, (count, mu, nu) = map_update(partial(_update_leaf, rule, book), updates, moments, *static, *scalars)
+    settings = _settings(rule, updates)
+    shared: dict[str, Any] = {k: v for k, v in settings.items() if v is None or isinstance(v, (int, float, Tensor))}
+    per_leaf = {k: v for k, v in settings.items() if k not in shared}
+
+    def leaf(g: Tensor, count: Tensor, mu: Any, nu: Any, *own: Any) -> tuple[Tensor, Tensor, Any, Any]:
+        return _update_leaf(rule, book, g, count, mu, nu, **shared, **dict(zip(per_leaf, own, strict=True)))
+
+    out, (count, mu, nu) = map_update(leaf, updates, (state.count, state.mu, state.nu), *per_leaf.values())
     return out, ScaleByGefenState(count, book, learned, mu, nu)
+
+
+def _settings(rule: _Rule, updates: Updates) -> dict[str, Any]:
+    """What `_update_leaf` takes by name: scalars as they are, trees as trees."""
+    block = rule.block.tree if isinstance(rule.block, FlatBlocks) else rule.block
+    seed = _seeds(updates) if rule.rounding == "stochastic" else 0
+    return {"block": block, "seed": seed, "b1": rule.b1, "b2": rule.b2, "eps": rule.eps, "warmup": rule.b2_warmup}
 
 
 def _update_leaf(
@@ -174,13 +182,15 @@ def _update_leaf(
     count: Tensor,
     mu: Any,
     nu: Any,
-    layout: LeafLayout,
+    *,
+    block: int,
     seed: int,
     b1: Scalar,
     b2: Scalar,
     eps: Scalar,
     warmup: Scalar | None,
 ) -> tuple[Tensor, Tensor, Any, Any]:
+    layout = leaf_layout(g.shape, block, flat=isinstance(rule.block, FlatBlocks))
     _check_moment(g, mu, layout)
     g, t = g.float(), count + 1
     policy = policy_for(rule.second_moment, layout)
@@ -204,7 +214,10 @@ def _moment(
     """The moment that drives the update, and the one that is stored (section 1.5 of the paper's algorithm)."""
     book, block, start = codebook.to(g.device), layout.block, layout.start
     m = moving_average(b1, reference.decode(*mu, book, block=block, start=start), g)
-    noise = reference.uniform(seed, t, g.shape, g.device) if rule.rounding == "stochastic" else None
+    noise = None
+    if rule.rounding == "stochastic":
+        noise = reference.uniform(seed, t, g.shape, g.device)
+        book = book.clone(memory_format=torch.contiguous_format)  # vmap of `init` expands it
     stored = Quantized(*reference.encode(m, book, block=block, start=start, ties=rule.ties, noise=noise))
     return (m if rule.drive == "m" else reference.decode(*stored, book, block=block, start=start)), stored
 
@@ -224,6 +237,11 @@ def _init_mu(p: Tensor, layout: LeafLayout) -> Any:
 
 def _seeds(updates: Updates) -> Tree:
     """A seed per leaf, from its path, so that leaves draw differently and splitting the tree does not matter."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            'rounding="stochastic" must see the paths of the leaves: got a trace by torch.compile, which reads none. '
+            'Use rounding="nearest", or leave this step uncompiled.'
+        )
     seeds = [zlib.crc32(path.encode()) for path in tree_paths(updates)]
     return tree_unflatten(tree_structure(updates), seeds)
 
@@ -231,7 +249,7 @@ def _seeds(updates: Updates) -> Tree:
 def _learn(updates: Updates, state: ScaleByGefenState, block: Blocks) -> tuple[Tensor, Tensor]:
     """The codebook and `learned`, after this gradient; zero gradients and overflows leave them as they are."""
     if torch.compiler.is_compiling():
-        torch._assert_async(state.learned, _UNLEARNED)
+        torch._assert_async(state.learned, _UNLEARNED.replace('"', "'"))  # Inductor writes it into C++ as it is
         return state.codebook, state.learned
     if bool(torch.func.debug_unwrap(state.learned, recurse=True).all()):
         return state.codebook, state.learned
