@@ -3,8 +3,18 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates
+from gefen_fn.blocks import Blocks
+from gefen_fn.quantize import gradient_histogram
+from gefen_kernels.codebook import learn_codebook
+
+_UNLEARNED = (
+    "The codebook must be learned on the host: got a first `update` under a transform of torch.func, "
+    "torch.compile or graph capture. "
+    'Use codebook="fixed", or `state = calibrate(tx, grads, state)` before.'
+)
 
 
 def calibrate(tx: GradientTransformation, grads: Updates, state: OptState, params: Params | None = None) -> OptState:
@@ -41,3 +51,31 @@ def _take_codebooks(old: Any, new: Any) -> Any:
         return old._replace(codebook=new.codebook, learned=new.learned)  # type: ignore[union-attr]
     parts = [_take_codebooks(a, b) for a, b in zip(old, new, strict=True)]
     return type(old)(*parts) if hasattr(old, "_fields") else type(old)(parts)
+
+
+def learn_once(updates: Updates, codebook: Tensor, learned: Tensor, block: Blocks) -> tuple[Tensor, Tensor]:
+    """The codebook and `learned` after these gradients; zero gradients and overflows leave them as they are.
+
+    Args:
+        updates: the gradients of this update.
+        codebook: fp32 `[256]`.
+        learned: bool scalar, read on the host; a learned codebook is frozen.
+        block: entries per block.
+
+    Raises:
+        RuntimeError: if the codebook is still to be learned where the host cannot read, also when a compiled step runs.
+    """
+    if torch.compiler.is_compiling():
+        torch._assert_async(learned, _UNLEARNED.replace('"', "'"))  # Inductor writes it into C++ as it is
+        return codebook, learned
+    if bool(torch.func.debug_unwrap(learned, recurse=True).all()):
+        return codebook, learned
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(_UNLEARNED)
+    try:
+        counts = gradient_histogram(updates, block=block)
+        if not counts.any():
+            return codebook, learned
+        return learn_codebook(counts.cpu()).to(codebook.device), torch.ones_like(learned)
+    except RuntimeError as error:
+        raise RuntimeError(_UNLEARNED) from error

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, Params, Updates, named
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts, leaf_layout
-from gefen_fn.quantize import Quantized, gradient_histogram, quantized_zeros, tie_rule
+from gefen_fn.calibrate import learn_once
+from gefen_fn.quantize import Quantized, quantized_zeros, tie_rule
 from gefen_fn.scalar import (
     Scalar,
     bias_correction,
@@ -34,14 +35,10 @@ from gefen_fn.tree import (
     tree_unflatten,
 )
 from gefen_kernels import reference
-from gefen_kernels.codebook import default_codebook, learn_codebook
+from gefen_kernels.codebook import default_codebook
 
 _LEVELS = 256
 _DEFAULT_SECOND_MOMENT = Factored(tile=(128, 256))
-_UNLEARNED = (
-    "The codebook must be learned on the host: got a first `update` under torch.compile, vmap or graph capture. "
-    'Use codebook="fixed", or `state = calibrate(tx, grads, state)` before.'
-)
 
 
 class ScaleByGefenState(NamedTuple):
@@ -155,8 +152,9 @@ def _update(
     rule: _Rule, updates: Updates, state: ScaleByGefenState, params: Params | None = None, **extra: Any
 ) -> tuple[Updates, ScaleByGefenState]:
     check_state(state, ScaleByGefenState)
-    learns = isinstance(rule.codebook, str) and rule.codebook == "learned"
-    book, learned = _learn(updates, state, rule.block) if learns else (state.codebook, state.learned)
+    book, learned = state.codebook, state.learned
+    if isinstance(rule.codebook, str) and rule.codebook == "learned":
+        book, learned = learn_once(updates, book, learned, rule.block)
     settings = _settings(rule, updates)
     shared: dict[str, Any] = {k: v for k, v in settings.items() if v is None or isinstance(v, (int, float, Tensor))}
     per_leaf = {k: v for k, v in settings.items() if k not in shared}
@@ -244,28 +242,6 @@ def _seeds(updates: Updates) -> Tree:
         )
     seeds = [zlib.crc32(path.encode()) for path in tree_paths(updates)]
     return tree_unflatten(tree_structure(updates), seeds)
-
-
-def _learn(updates: Updates, state: ScaleByGefenState, block: Blocks) -> tuple[Tensor, Tensor]:
-    """The codebook and `learned`, after this gradient; zero gradients and overflows leave them as they are."""
-    if torch.compiler.is_compiling():
-        torch._assert_async(state.learned, _UNLEARNED.replace('"', "'"))  # Inductor writes it into C++ as it is
-        return state.codebook, state.learned
-    if bool(torch.func.debug_unwrap(state.learned, recurse=True).all()):
-        return state.codebook, state.learned
-    counts = gradient_histogram(updates, block=block)
-    if not _read(counts.any()):
-        return state.codebook, state.learned
-    return learn_codebook(counts.cpu()).to(state.codebook.device), torch.ones_like(state.learned)
-
-
-def _read(flag: Tensor) -> bool:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(_UNLEARNED)
-    try:
-        return bool(flag)
-    except RuntimeError as error:
-        raise RuntimeError(_UNLEARNED) from error
 
 
 def _codebook_device(params: Params) -> torch.device:

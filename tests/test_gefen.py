@@ -175,6 +175,24 @@ def test_vmap_takes_calibrated_states_and_refuses_unlearned_ones():
     assert all(torch.equal(u[i], tx.update(g[i], states[i])[0]) for i in range(2))
 
 
+@pytest.mark.parametrize("codebook", ["learned", "fixed"])
+def test_gradients_flow_through_three_steps(codebook):
+    tx, start = scale_by_gefen(codebook=codebook), noise(64, 100)
+
+    def loss(p):
+        state = tx.init(p)
+        for _ in range(3):
+            u, state = tx.update(p * p + 1, state)
+            p = p - 0.1 * u
+        return p.sum()
+
+    leaf = start.clone().requires_grad_()
+    loss(leaf).backward()
+    assert leaf.grad.isfinite().all()
+    if codebook == "fixed":
+        torch.testing.assert_close(torch.func.grad(loss)(start), leaf.grad)
+
+
 def test_calibrate_learns_inside_a_chain_and_leaves_all_else():
     tx, g = chain(scale(0.5), scale_by_gefen()), {"w": noise(64, 100)}
     state = tx.init(g)
