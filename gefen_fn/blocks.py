@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -62,6 +62,11 @@ class LeafLayout:
     def matrix(self) -> tuple[int, ...]:
         """The leaf as `[.., R, C]`, the axes before the rows as batch; `[C]` for a flattened leaf."""
         return (*self.shape[: self.start], self.columns)
+
+    @property
+    def unflattened(self) -> "LeafLayout":
+        """The same leaf seen as a matrix; `FlatBlocks` flattens a leaf for its codes, not for row and column means."""
+        return self if self.start or len(self.shape) < 2 else replace(self, start=start_axis(self.shape))
 
 
 def is_dense(shape: Sequence[int]) -> bool:

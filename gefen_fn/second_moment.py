@@ -111,16 +111,19 @@ class Factored:
 
     def fits(self, layout: LeafLayout) -> bool:
         """Whether a leaf is a matrix with both sides of at least 32; the policy falls back to `Block` elsewhere."""
+        layout = layout.unflattened
         return layout.start > 0 and min(layout.rows, layout.columns) >= _SHORTEST_SIDE
 
     def init(self, leaf: Tensor, layout: LeafLayout) -> FactoredState:
         """Zeros in the shapes of `FactoredState`."""
+        layout = layout.unflattened
         tiles, lead = _Tiles.of(self.sides, layout), layout.matrix[:-1]
         widths = (len(tiles.widths), -(-layout.columns // tiles.packed))
         return FactoredState(*(leaf.new_zeros((*lead, w), dtype=torch.float32) for w in widths))
 
     def update(self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, FactoredState]:
         """EMAs of the row and column means of `g^2`; the root is a product of two vectors' roots."""
+        layout = layout.unflattened
         tiles = _Tiles.of(self.sides, layout)
         square = (g * g).reshape(layout.matrix)
         row = moving_average(b2, nu.row, tiles.row_means(square))
