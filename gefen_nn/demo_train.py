@@ -23,10 +23,7 @@ _VALIDATION_BATCHES = 16
 
 
 class Settings(NamedTuple):
-    """What a run depends on besides its optimizer; plain values, so that a checkpoint can carry them.
-
-    One thread, because steps this small lose more waiting for a second on a busy machine than they gain on an idle one.
-    """
+    """What a run depends on besides its optimizer; plain values, so that a checkpoint can carry them."""
 
     steps: int = 300
     seed: int = 0
