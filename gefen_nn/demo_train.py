@@ -29,7 +29,7 @@ class Settings(NamedTuple):
     seed: int = 0
     batch: int = 8
     context: int = 128
-    # One thread: a model this small gains little from two, and on a busy machine waiting threads cost 50 times that.
+    # One thread: two gain a model this small little, and wait long for each other on a busy machine.
     threads: int = 1
     lr: float = 3e-3
     weight_decay: float = 0.1

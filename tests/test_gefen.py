@@ -324,3 +324,15 @@ def test_a_state_of_other_shapes_is_refused():
 def test_the_repr_is_the_expression():
     assert repr(scale_by_gefen(0.8)).startswith("scale_by_gefen(b1=0.8, b2=0.999")
     assert "second_moment=Factored(tile=(128, 256))" in repr(scale_by_gefen())
+
+
+def test_a_codebook_may_be_learned_under_grad():
+    params, x = torch.randn(64, 128), torch.randn(8, 64)
+    tx = scale_by_gefen()
+    state = tx.init(params)
+
+    def length(p):
+        updates, _ = tx.update(torch.func.grad(lambda q: (x @ q).square().mean())(p), state, p)
+        return updates.square().sum()
+
+    assert torch.func.grad(length)(params).shape == params.shape

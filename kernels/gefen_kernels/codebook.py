@@ -53,7 +53,7 @@ def learn_codebook(histogram: Tensor, *, levels: int = 256, zero: bool = True, s
         ValueError: if a count is negative, all are zero, or the number of bins or levels does not fit.
     """
     _check(histogram, levels)
-    counts = histogram.detach().cpu().numpy()
+    counts = np.array(histogram.tolist(), dtype=np.int64)
     if symmetric:
         book = _mirrored(counts, levels // 2, zero)
     elif zero:
