@@ -25,7 +25,7 @@ ROWS = {
     "sgd with momentum": (sgd, {"learning_rate": 0.05, "momentum": 0.9}),
     "adam": (adam, {"learning_rate": 0.05}),
     "adamw": (adamw, {"learning_rate": 0.05}),
-    "lion": (lion, {"learning_rate": 0.03}),
+    "lion": (lion, {"learning_rate": 0.03, "b2": 0.9}),
     "gefen": (gefen, {"learning_rate": 0.05}),
     "gefen, fixed codebook": (gefen, {"learning_rate": 0.05, "codebook": "fixed"}),
     "gefen, dense": (gefen, {"learning_rate": 0.05, "second_moment": Dense()}),
