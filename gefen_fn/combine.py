@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates, named
 from gefen_fn.scalar import check_state
-from gefen_fn.tree import StructureError, Tree, tree_leaves, tree_map
+from gefen_fn.tree import StructureError, Tree, leaf_choices, tree_leaves, tree_structure, tree_unflatten
 
 Mask = Tree | Callable[[Params], Tree]
 Labels = Tree | Callable[[Params], Tree]
@@ -99,24 +99,27 @@ def named_chain(*txs: tuple[str, GradientTransformation]) -> GradientTransformat
     return named(lambda: f"named_chain({', '.join(f'({name!r}, {tx!r})' for name, tx in txs)})", init, update)
 
 
-def _expand(prefix: Tree, tree: Tree) -> Tree:
-    """`prefix` with each leaf repeated over the part of `tree` that it stands for."""
-    return tree_map(lambda x, part: tree_map(lambda _: x, part, skip_none=False), prefix, tree, skip_none=False)
+def _resolve(choice: Any, updates: Tree, params: Params | None) -> list[Any]:
+    """The mask or label of each leaf of `updates`; a function sees params where there are any."""
+    return leaf_choices(choice(updates if params is None else params) if callable(choice) else choice, updates)
 
 
-def _resolve(choice: Any, updates: Tree, params: Params | None) -> Tree:
-    """The tree of masks or labels over `updates`; a function sees params where there are any."""
-    made = choice(updates if params is None else params) if callable(choice) else choice
-    return _expand(made, updates)
+def _select(tree: Tree | None, choices: list[Any], value: Any) -> Tree | None:
+    """`tree` with `None` wherever the choice is not `value`."""
+    if tree is None:
+        return None
+    leaves = [x if c == value else None for x, c in zip(tree_leaves(tree), choices, strict=True)]
+    return tree_unflatten(tree_structure(tree), leaves)
 
 
-def _select(tree: Tree | None, choice: Tree, value: Any) -> Tree | None:
-    """`tree` with `None` wherever `choice` is not `value`."""
-    return None if tree is None else tree_map(lambda x, c: x if c == value else None, tree, choice)
+def _merge(updates: Tree, picks: list[int], *sources: Tree) -> Tree:
+    """A tree like `updates` whose every leaf is taken from the source that its pick numbers."""
+    columns = [tree_leaves(source) for source in sources]
+    return tree_unflatten(tree_structure(updates), [columns[pick][i] for i, pick in enumerate(picks)])
 
 
-def _bools(mask: Tree) -> Tree:
-    bad = [m for m in tree_leaves(mask) if not isinstance(m, bool)]
+def _bools(mask: list[Any]) -> list[bool]:
+    bad = [m for m in mask if not isinstance(m, bool)]
     if bad:
         raise TypeError(f"Masks must hold bools: got {type(bad[0]).__name__}. True keeps a leaf, False hides it.")
     return mask
@@ -145,7 +148,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         keep = _bools(_resolve(mask, updates, params))
         shown = _select(updates, keep, True)
         new, inner_state = inner.update(shown, state.inner_state, _select(params, keep, True), **extra)
-        return tree_map(lambda u, k, n: n if k else u, updates, keep, new), MaskedState(inner_state)
+        return _merge(updates, [int(k) for k in keep], updates, new), MaskedState(inner_state)
 
     return named(lambda: f"masked({inner!r}, mask)", init, update)
 
@@ -166,9 +169,9 @@ def partition(transforms: Mapping[Hashable, GradientTransformation], param_label
         _check_transform(tx)
     index = {label: i for i, label in enumerate(transforms)}
 
-    def labels_of(updates: Tree, params: Params | None) -> Tree:
+    def labels_of(updates: Tree, params: Params | None) -> list[Any]:
         labels = _resolve(param_labels, updates, params)
-        unknown = {str(label) for label in tree_leaves(labels) if label not in index}
+        unknown = {str(label) for label in labels if label not in index}
         if unknown:
             raise ValueError(f"Every label needs a transform: got {sorted(unknown)}. Known are {list(index)}.")
         return labels
@@ -187,6 +190,6 @@ def partition(transforms: Mapping[Hashable, GradientTransformation], param_label
             shown = _select(updates, labels, k), state.inner_states[k], _select(params, labels, k)
             out, states[k] = tx.update(*shown, **extra)
             outs.append(out)
-        return tree_map(lambda u, k, *new: new[index[k]], updates, labels, *outs), PartitionState(states)
+        return _merge(updates, [index[k] for k in labels], *outs), PartitionState(states)
 
     return named(lambda: f"partition({dict(transforms)!r}, param_labels)", init, update)

@@ -112,6 +112,20 @@ def broadcast(value: Any, tree: Tree) -> Tree:
     return tree_map(lambda _, v: v, tree, value, skip_none=False)
 
 
+def leaf_choices(prefix: Tree, tree: Tree) -> list[Any]:
+    """The choice in `prefix` for each leaf of `tree`, in order; a leaf of `prefix` may stand for a whole subtree.
+
+    A list and not a tree, because a compiled graph cannot rebuild trees of constants.
+    """
+    spec = tree_structure(tree)
+    try:
+        return spec.flatten_up_to(prefix)
+    except (ValueError, TypeError):
+        heads, head_spec = _flatten(prefix)
+        parts = _match(head_spec, tree)
+        return [head for head, part in zip(heads, parts, strict=True) for _ in tree_leaves(part)]
+
+
 def check_floating(x: Any, like: Tensor | None = None) -> None:
     """Refuse what no transform can take, before anything changes.
 

@@ -4,7 +4,18 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from gefen_fn import adamw, chain, clip_by_global_norm, cosine_decay_schedule, gefen, inject_hyperparams, lion, sgd
+from gefen_fn import (
+    adamw,
+    chain,
+    clip_by_global_norm,
+    cosine_decay_schedule,
+    gefen,
+    inject_hyperparams,
+    lion,
+    masked,
+    partition,
+    sgd,
+)
 
 COSINE = cosine_decay_schedule(1e-3, 50)
 EXPRESSIONS = {
@@ -13,6 +24,8 @@ EXPRESSIONS = {
     "injected gefen": (lambda: inject_hyperparams(gefen)(learning_rate=COSINE, codebook="fixed"), 5),
     "clipped gefen": (lambda: chain(clip_by_global_norm(1.0), gefen(COSINE, codebook="fixed")), 5),
     "sgd": (lambda: sgd(COSINE, momentum=0.9), 5),
+    "masked": (lambda: masked(adamw(COSINE), {"w": True, "b": False}), 5),
+    "partition": (lambda: partition({"x": sgd(COSINE), "y": adamw(COSINE)}, {"w": "x", "b": "y"}), 5),
     "lion": (lambda: lion(COSINE), 5),
 }
 
