@@ -9,7 +9,7 @@ from gefen_fn.base import GradientTransformation, ScalarOrSchedule, identity
 from gefen_fn.combine import chain
 from gefen_fn.gefen import scale_by_gefen
 from gefen_fn.scale import add_decayed_weights, scale_by_learning_rate, trace
-from gefen_fn.second_moment import Factored
+from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT, SecondMoment
 
 
 def sgd(
@@ -114,10 +114,12 @@ def gefen(
     weight_decay: Any = 0.0,
     *,
     mask: Any = None,
-    second_moment: Any = Factored(tile=(128, 256)),  # noqa: B008  # a frozen value
+    second_moment: SecondMoment = DEFAULT_SECOND_MOMENT,
     b2_warmup: Any = 0.9,
     block: Any = 256,
     codebook: Any = "learned",
+    drive: str = "m",
+    rounding: str = "nearest",
 ) -> GradientTransformation:
     """Gefen: AdamW's rule at about one byte of state per parameter.
 
@@ -135,11 +137,21 @@ def gefen(
         b2_warmup: exponent q of the warmed `min(b2, 1 - t^-q)`; `None` corrects the bias instead.
         block: entries per scale of the codes: an int, a tree of int, or `FlatBlocks(tree)`.
         codebook: `"learned"`, `"fixed"`, or a tensor of levels.
+        drive: which moment gives the direction, `"m"` or the published `"m_hat"`.
+        rounding: of the codes, `"nearest"` or `"stochastic"`.
 
     Raises:
         ValueError: if an argument is out of its range (see `scale_by_gefen`).
     """
     adapt = scale_by_gefen(
-        b1, b2, eps, second_moment=second_moment, b2_warmup=b2_warmup, block=block, codebook=codebook
+        b1,
+        b2,
+        eps,
+        second_moment=second_moment,
+        b2_warmup=b2_warmup,
+        block=block,
+        codebook=codebook,
+        drive=drive,
+        rounding=rounding,
     )
     return chain(adapt, add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate))

@@ -22,7 +22,7 @@ from gefen_fn.scalar import (
     rounded,
     show,
 )
-from gefen_fn.second_moment import Factored, SecondMoment, policy_for
+from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT, SecondMoment, policy_for
 from gefen_fn.tree import (
     StructureError,
     Tree,
@@ -38,7 +38,6 @@ from gefen_kernels import reference
 from gefen_kernels.codebook import default_codebook
 
 _LEVELS = 256
-_DEFAULT_SECOND_MOMENT = Factored(tile=(128, 256))
 
 
 class ScaleByGefenState(NamedTuple):
@@ -85,7 +84,7 @@ def scale_by_gefen(
     b2: Scalar | Tree = 0.999,
     eps: Scalar | Tree = 1e-8,
     *,
-    second_moment: SecondMoment = _DEFAULT_SECOND_MOMENT,
+    second_moment: SecondMoment = DEFAULT_SECOND_MOMENT,
     b2_warmup: Scalar | Tree | None = 0.9,
     block: Blocks = DEFAULT_BLOCK,
     codebook: str | Tensor = "learned",

@@ -134,6 +134,9 @@ class Factored:
         return root.reshape(g.shape), FactoredState(row, col)
 
 
+DEFAULT_SECOND_MOMENT = Factored(tile=(128, 256))
+
+
 def policy_for(policy: SecondMoment, layout: LeafLayout) -> SecondMoment:
     """The policy a leaf really gets: `Dense` on dense leaves, `Block` where `Factored` does not fit."""
     if layout.dense:

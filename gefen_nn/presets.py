@@ -8,14 +8,12 @@ from torch import Tensor
 from gefen_fn.alias import gefen
 from gefen_fn.base import GradientTransformation
 from gefen_fn.combine import chain
-from gefen_fn.gefen import scale_by_gefen
 from gefen_fn.inject import inject_hyperparams
-from gefen_fn.scale import add_decayed_weights, scale, scale_by_learning_rate
-from gefen_fn.second_moment import Factored
+from gefen_fn.scale import scale
+from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
 from gefen_nn import groups
 from gefen_nn.optimizer import TransformOptimizer
 
-_FACTORED = Factored(tile=(128, 256))
 _REFUSED = {
     "amsgrad": "The running maximum of the second moment is not kept; leave it out",
     "differentiable": "Use the pure transform, `gefen_fn.gefen`, and differentiate through its updates",
@@ -69,7 +67,7 @@ class Gefen(TransformOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        second_moment: Any = _FACTORED,
+        second_moment: Any = DEFAULT_SECOND_MOMENT,
         b2_warmup: float | None = 0.9,
         block: Any = 256,
         codebook: str | Tensor = "learned",
@@ -91,11 +89,9 @@ class Gefen(TransformOptimizer):
         }
         self._start = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         check_adam(self._start)
-        rule = _rule(
-            maximize,
-            stochastic_rounding,
-            {"second_moment": second_moment, "b2_warmup": b2_warmup, "block": block, "codebook": codebook},
-        )
+        rounding = "stochastic" if stochastic_rounding else "nearest"
+        fixed = {"second_moment": second_moment, "b2_warmup": b2_warmup, "block": block, "codebook": codebook}
+        rule = _rule(maximize, {**fixed, "rounding": rounding})
         b1, b2 = betas
         tx = inject_hyperparams(rule)(float(lr), float(b1), float(b2), float(eps), float(weight_decay))
         super().__init__(params, tx)
@@ -154,15 +150,11 @@ def check_adam(group: Mapping[str, Any]) -> None:
         raise ValueError(f"`betas` must be two numbers in [0, 1): got {group['betas']}. The default is (0.9, 0.999).")
 
 
-def _rule(maximize: bool, stochastic: bool, fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
+def _rule(maximize: bool, fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
     """The factory whose numbers are injected."""
 
     def rule(learning_rate: Any, b1: Any, b2: Any, eps: Any, weight_decay: Any) -> GradientTransformation:
-        if not stochastic:
-            tx = gefen(learning_rate, b1, b2, eps, weight_decay, **fixed)
-        else:
-            moments = scale_by_gefen(b1, b2, eps, rounding="stochastic", **fixed)
-            tx = chain(moments, add_decayed_weights(weight_decay), scale_by_learning_rate(learning_rate))
+        tx = gefen(learning_rate, b1, b2, eps, weight_decay, **fixed)
         return chain(scale(-1.0), tx) if maximize else tx
 
     rule.__name__ = "gefen"

@@ -1,4 +1,4 @@
-"""Our `scale_by_gefen` with the published options follows the published package over 30 recorded steps."""
+"""Our `gefen` with the published options follows the published package over 30 recorded steps."""
 
 import importlib.util
 from pathlib import Path
@@ -6,16 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gefen_fn import (
-    Block,
-    Factored,
-    FlatBlocks,
-    add_decayed_weights,
-    apply_updates,
-    chain,
-    scale_by_gefen,
-    scale_by_learning_rate,
-)
+from gefen_fn import Block, Factored, FlatBlocks, apply_updates, gefen
 
 DATA = Path(__file__).parent / "data"
 POLICIES = {"block": Block(), "factored": Factored()}
@@ -31,14 +22,15 @@ def recorder():
 def follow(mode, leaves):
     """Yield `(recorded leaf, our parameter, our codes, our scales)` at every kept step, for the given leaves."""
     source, saved = recorder(), torch.load(DATA / f"gefen_x_050_{mode}.pt", weights_only=True)
-    published = scale_by_gefen(
+    tx = gefen(
+        1e-3,
+        weight_decay=0.1,
         second_moment=POLICIES[mode],
         b2_warmup=None,
         block=FlatBlocks({str(i): saved["blocks"][i] for i in leaves}),
         codebook=saved["codebook"],
         drive="m_hat",
     )
-    tx = chain(published, add_decayed_weights(0.1), scale_by_learning_rate(1e-3))
     params = {str(i): source.noise(i, source.PARAMETER_STEP) for i in leaves}
     state = tx.init(params)
     for step in range(1, source.STEPS + 1):
