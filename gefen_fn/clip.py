@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, Params, ScalarOrSchedule, Updates, global_norm
 from gefen_fn.scalar import Scalar, check_positive, exact, expression, multiply, rounded, wide_dtype
-from gefen_fn.scale import by_scalar, map_scalar, need_params
+from gefen_fn.scale import by_leaf, by_scalar, map_scalar, need_params
 from gefen_fn.tree import Tree, check_floating
 
 
@@ -18,11 +18,7 @@ def clip(max_delta: ScalarOrSchedule | Tree) -> GradientTransformation:
         ValueError: if a number is not positive.
     """
     check_positive("max_delta", max_delta)
-    return by_scalar(expression("clip", max_delta), max_delta, _clip_rule)
-
-
-def _clip_rule(updates: Updates, max_delta: Any, params: Params | None) -> Updates:
-    return map_scalar(_clip_leaf, updates, max_delta)
+    return by_scalar(expression("clip", max_delta), max_delta, by_leaf(_clip_leaf))
 
 
 def _clip_leaf(u: Tensor, s: Scalar) -> Tensor:
@@ -61,11 +57,7 @@ def clip_by_block_rms(threshold: ScalarOrSchedule | Tree) -> GradientTransformat
         ValueError: if a number is not positive.
     """
     check_positive("threshold", threshold)
-    return by_scalar(expression("clip_by_block_rms", threshold), threshold, _rms_rule)
-
-
-def _rms_rule(updates: Updates, threshold: Any, params: Params | None) -> Updates:
-    return map_scalar(_rms_leaf, updates, threshold)
+    return by_scalar(expression("clip_by_block_rms", threshold), threshold, by_leaf(_rms_leaf))
 
 
 def _rms_leaf(u: Tensor, s: Scalar) -> Tensor:

@@ -89,21 +89,26 @@ def map_scalar(f: Callable[..., Tensor], updates: Updates, value: Any, *rest: Tr
     return tree_map(leaf, updates, per_leaf(value, updates), *rest)
 
 
+def by_leaf(f: Callable[[Tensor, Scalar], Tensor]) -> TreeRule:
+    """The rule that maps `f(u, s)` over the leaves; it does not look at params."""
+    return lambda updates, value, params: map_scalar(f, updates, value)
+
+
+def _ascend(u: Tensor, s: Scalar) -> Tensor:
+    return multiply(s, u)
+
+
+def _descend(u: Tensor, s: Scalar) -> Tensor:
+    return multiply(-s, u)
+
+
 def scale(step_size: Scalar | Tree) -> GradientTransformation:
     """Multiply the updates by `step_size`, keeping their dtype.
 
     Args:
         step_size: a number, a 0-dim tensor, or a tree of those, one per leaf.
     """
-    return by_scalar(expression("scale", step_size), step_size, _scale_rule)
-
-
-def _scale_rule(updates: Updates, step_size: Any, params: Params | None) -> Updates:
-    return map_scalar(lambda u, s: multiply(s, u), updates, step_size)
-
-
-def _descent_rule(updates: Updates, step_size: Any, params: Params | None) -> Updates:
-    return map_scalar(lambda u, s: multiply(-s, u), updates, step_size)
+    return by_scalar(expression("scale", step_size), step_size, by_leaf(_ascend))
 
 
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule | Tree, *, flip_sign: bool = True) -> GradientTransformation:
@@ -118,7 +123,7 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule | Tree, *, flip_sign:
     """
     check_nonnegative("learning_rate", learning_rate)
     text = expression("scale_by_learning_rate", learning_rate, **({} if flip_sign else {"flip_sign": False}))
-    return by_scalar(text, learning_rate, _descent_rule if flip_sign else _scale_rule)
+    return by_scalar(text, learning_rate, by_leaf(_descend if flip_sign else _ascend))
 
 
 def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
@@ -131,7 +136,7 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
         raise TypeError(
             f"step_size_fn must be callable: got {type(step_size_fn).__name__}. For a constant use `scale`."
         )
-    return by_scalar(expression("scale_by_schedule", step_size_fn), step_size_fn, _scale_rule)
+    return by_scalar(expression("scale_by_schedule", step_size_fn), step_size_fn, by_leaf(_ascend))
 
 
 def add_decayed_weights(
