@@ -108,6 +108,12 @@ def set_to_zero() -> GradientTransformation:
     return stateless(lambda updates, params: tree_map(torch.zeros_like, updates), "set_to_zero()")
 
 
+def add_rounded(p: Tensor, u: Tensor) -> Tensor:
+    """`p + u` in fp32 (float64 for float64 `p`), rounded once to the dtype of `p`."""
+    wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+    return (p.to(wide) + u.to(wide)).to(p.dtype)
+
+
 def apply_updates(params: Params, updates: Updates) -> Params:
     """Add `updates` to `params`.
 
@@ -122,8 +128,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
         if u is None or p is None:
             return p
         check_floating(u, p)
-        wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-        return (p.to(wide) + u.to(wide)).to(p.dtype)
+        return add_rounded(p, u)
 
     return tree_map(add, updates, params, skip_none=False)
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation, OptState
+from gefen_fn.base import GradientTransformation, OptState, add_rounded
 from gefen_fn.tree import StructureError, check_floating
 from gefen_nn import checkpoint, groups, state_view
 
@@ -237,9 +237,7 @@ def _call(closure: Callable[[], Any] | None) -> Any:
 
 
 def _write(params: dict[str, Tensor], updates: dict[str, Tensor | None]) -> None:
-    """Add in fp32 (float64 for float64) and round once."""
     for name, p in params.items():
         u = updates[name]
         if u is not None:
-            wide = torch.float64 if p.dtype == torch.float64 else torch.float32
-            p.copy_(p.to(wide) + u.to(wide))
+            p.copy_(add_rounded(p, u))
