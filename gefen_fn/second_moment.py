@@ -71,6 +71,7 @@ class FactoredState(NamedTuple):
     Attributes:
         row: fp32 `[.., R, ceil(C / Tc)]`, each row's mean inside a tile.
         col: fp32 `[.., R, ceil(C / Q)]`; column c of row tile k lies at `[.., k * Tr + c % Q, c // Q]`, else 0.
+            Q is R for whole columns, else the largest power of two up to `min(Tr, R)`.
     """
 
     row: Tensor
@@ -160,7 +161,8 @@ class _Tiles(NamedTuple):
         count = max(1, rows // height)
         heights = (height,) * (count - 1) + (rows - height * (count - 1),)
         widths = (width,) * (-(-columns // width) - 1)
-        packed = 1 << (min(height, rows).bit_length() - 1)
+        # A power of two divides a block, so that an edge between blocks is one between slots; whole columns need none.
+        packed = rows if sides[0] is None else 1 << (min(height, rows).bit_length() - 1)
         return cls(heights, (*widths, columns - width * len(widths)), height, width, packed)
 
     def row_means(self, square: Tensor) -> Tensor:
