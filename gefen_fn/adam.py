@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, Params, Updates, named
+from gefen_fn.inject import takes_schedules
 from gefen_fn.scalar import (
     Scalar,
     bias_correction,
@@ -35,6 +36,7 @@ class ScaleByLionState(NamedTuple):
     mu: Tree
 
 
+@takes_schedules
 def scale_by_adam(
     b1: Scalar | Tree = 0.9,
     b2: Scalar | Tree = 0.999,
@@ -46,7 +48,8 @@ def scale_by_adam(
 ) -> GradientTransformation:
     """Adam's direction (arXiv 1412.6980, algorithm 1): `mu_hat / (sqrt(nu_hat + eps_root) + eps)`.
 
-    Counts are per leaf: one whose gradient is `None` keeps count and moments. Updates are fp32.
+    Counts are per leaf: one whose gradient is `None` keeps count and moments. Updates are fp32. Every number may be a
+    0-dim tensor, a tree of them per leaf, or a schedule of the calls so far.
 
     Args:
         b1: decay of the first moment, in [0, 1).
@@ -106,14 +109,15 @@ def _nadam_leaf(
     return ahead / _root(v, b2, t, eps, eps_root), t, m.to(mu.dtype), v
 
 
+@takes_schedules
 def scale_by_lion(
     b1: Scalar | Tree = 0.9, b2: Scalar | Tree = 0.99, mu_dtype: torch.dtype | None = None
 ) -> GradientTransformation:
     """Lion's direction (arXiv 2302.06675): `sign(b1 mu + (1 - b1) g)`, then `mu <- b2 mu + (1 - b2) g`.
 
     Args:
-        b1: decay that mixes the update, in [0, 1).
-        b2: decay of the moment, in [0, 1).
+        b1: decay that mixes the update, in [0, 1): a number, a 0-dim tensor, a tree of those per leaf, or a schedule.
+        b2: decay of the moment, in [0, 1), likewise.
         mu_dtype: dtype that stores `mu`, fp32 if None. Updates are fp32 in any case.
 
     Raises:

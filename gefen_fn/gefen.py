@@ -9,6 +9,7 @@ from torch import Tensor
 from gefen_fn.base import GradientTransformation, Params, Updates, named
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts, leaf_layout
 from gefen_fn.calibrate import learn_once
+from gefen_fn.inject import takes_schedules
 from gefen_fn.quantize import Quantized, quantized_zeros, tie_rule
 from gefen_fn.scalar import (
     Scalar,
@@ -17,10 +18,10 @@ from gefen_fn.scalar import (
     check_nonnegative,
     check_state,
     exact,
+    expression,
     moving_average,
     new_count,
     rounded,
-    show,
 )
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT, SecondMoment, policy_for
 from gefen_fn.tree import (
@@ -73,12 +74,10 @@ class _Rule(NamedTuple):
     ties: reference.Ties
 
     def __repr__(self) -> str:
-        shown = {k: show(v) for k, v in self._asdict().items() if k != "ties"} | {
-            "second_moment": repr(self.second_moment)
-        }
-        return f"scale_by_gefen({', '.join(f'{k}={v}' for k, v in shown.items())})"
+        return expression("scale_by_gefen", **{k: v for k, v in self._asdict().items() if k != "ties"})
 
 
+@takes_schedules
 def scale_by_gefen(
     b1: Scalar | Tree = 0.9,
     b2: Scalar | Tree = 0.999,
@@ -96,6 +95,7 @@ def scale_by_gefen(
     `m = b1 mu + (1 - b1) g` is stored as 8-bit codes of `codebook` times each block's largest magnitude. Leaves with
     fewer than 4,096 entries, fewer than 2 axes or one entry after the first axis are dense: plain Adam in fp32. Updates
     are fp32 and odd in the gradient, to the bit. Counts are per leaf; a leaf whose gradient is `None` is untouched.
+    `b1`, `b2`, `eps` and `b2_warmup` may be 0-dim tensors, trees of them per leaf, or schedules of the calls so far.
 
     Args:
         b1: decay of the first moment, in [0, 1).

@@ -1,15 +1,18 @@
 """Hyperparameters as state: any factory of transforms, with its numbers read from the state at each update."""
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, OptState, Params, Schedule, Updates, named
+from gefen_fn.scalar import expression
 from gefen_fn.tree import StructureError
 
+P = ParamSpec("P")
 _FUNCTIONS_OF_PARAMS = ("mask", "param_labels", "labels")
 
 
@@ -70,6 +73,25 @@ def inject_hyperparams(
     return build
 
 
+def takes_schedules(factory: Callable[P, GradientTransformation]) -> Callable[P, GradientTransformation]:
+    """Let any hyperparameter of a factory be a schedule of the calls so far, 0 at the first.
+
+    With a schedule among the arguments the result is `inject_hyperparams(factory)` over the schedules alone; without
+    one it is the factory's own transform.
+    """
+
+    @functools.wraps(factory)
+    def build(*args: P.args, **kwargs: P.kwargs) -> GradientTransformation:
+        if not any(_is_schedule("", value) for value in (*args, *kwargs.values())):
+            return factory(*args, **kwargs)
+        given = inspect.signature(factory).bind(*args, **kwargs)
+        given.apply_defaults()
+        static = [name for name, value in given.arguments.items() if not _is_schedule(name, value)]
+        return inject_hyperparams(factory, static)(*args, **kwargs)
+
+    return build
+
+
 def _injected(
     factory: "_Factory", schedules: dict[str, Schedule], numbers: dict[str, Any], dtype: torch.dtype
 ) -> GradientTransformation:
@@ -89,7 +111,7 @@ def _injected(
         out, inner = factory(values).update(updates, state.inner_state, params, **extra)
         return out, InjectHyperparamsState(state.count + 1, values, inner)
 
-    return named(factory.expression, init, update)
+    return named(lambda: repr(factory), init, update)
 
 
 class _Factory:
@@ -99,9 +121,11 @@ class _Factory:
         self._factory, self._args, self._kwargs = factory, bound.args, bound.kwargs
         kinds = bound.signature.parameters.values()
         self._positional = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        name = getattr(factory, "__name__", type(factory).__name__)
-        shown = ", ".join(f"{key}={value!r}" for key, value in _arguments(bound).items())
-        self.expression = f"inject_hyperparams({name})({shown})"
+        self._shown = _arguments(bound)
+
+    def __repr__(self) -> str:
+        name = getattr(self._factory, "__name__", type(self._factory).__name__)
+        return expression(f"inject_hyperparams({name})", **self._shown)
 
     def __call__(self, values: dict[str, Any]) -> GradientTransformation:
         head = [values.get(name, arg) for name, arg in zip(self._positional, self._args, strict=False)]

@@ -5,6 +5,7 @@ transform may be built from traced scalars inside `torch.compile` and `torch.vma
 """
 
 from collections.abc import Callable
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def show(value: Any) -> str:
     """`value` as the `repr` of a transform prints it; tensors are not read."""
     if isinstance(value, Tensor):
         return "tensor"
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)) or is_dataclass(value):
         return repr(value)
     return str(getattr(value, "__name__", type(value).__name__))
 

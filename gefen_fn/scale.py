@@ -17,6 +17,7 @@ from gefen_fn.base import (
     named,
 )
 from gefen_fn.combine import Mask, masked
+from gefen_fn.inject import takes_schedules
 from gefen_fn.scalar import (
     Scalar,
     bias_correction,
@@ -184,13 +185,14 @@ def counts(params: Params) -> Tree:
     return tree_map(lambda _: new_count(), params)
 
 
+@takes_schedules
 def trace(
     decay: Scalar | Tree, nesterov: bool = False, accumulator_dtype: torch.dtype | None = None
 ) -> GradientTransformation:
     """Momentum: `t <- g + decay * t`; the update is `t`, or `g + decay * t` with Nesterov's look-ahead.
 
     Args:
-        decay: in [0, 1); a number, a 0-dim tensor, or a tree of those per leaf.
+        decay: in [0, 1); a number, a 0-dim tensor, a tree of those per leaf, or a schedule.
         nesterov: use the look-ahead form.
         accumulator_dtype: dtype that stores the trace, fp32 if None. Updates are fp32 in any case.
 
@@ -217,13 +219,14 @@ def trace(
     return named(expression("trace", decay, nesterov=nesterov), init, update)
 
 
+@takes_schedules
 def ema(
     decay: Scalar | Tree, debias: bool = True, accumulator_dtype: torch.dtype | None = None
 ) -> GradientTransformation:
     """Exponential moving average of the updates: `e <- decay * e + (1 - decay) * g`.
 
     Args:
-        decay: in [0, 1); a number, a 0-dim tensor, or a tree of those per leaf.
+        decay: in [0, 1); a number, a 0-dim tensor, a tree of those per leaf, or a schedule.
         debias: divide by `1 - decay**t`, with `t` the leaf's own count of updates.
         accumulator_dtype: dtype that stores the average, fp32 if None. Updates are fp32 in any case.
 

@@ -3,11 +3,14 @@
 import pytest
 import torch
 
-from gefen_fn.adam import scale_by_adam
+from gefen_fn.adam import scale_by_adam, scale_by_lion
+from gefen_fn.alias import adamw, gefen, sgd
 from gefen_fn.base import apply_updates, identity, stateless
 from gefen_fn.combine import chain
+from gefen_fn.gefen import scale_by_gefen
 from gefen_fn.inject import inject_hyperparams
-from gefen_fn.scale import add_decayed_weights, scale_by_learning_rate, scale_by_schedule, trace
+from gefen_fn.scale import add_decayed_weights, ema, scale_by_learning_rate, scale_by_schedule, trace
+from gefen_fn.schedule import linear_schedule
 from gefen_fn.tree import StructureError, tree_leaves, tree_map
 
 
@@ -161,3 +164,22 @@ def test_f11_an_ensemble_over_learning_rates_equals_its_members():
     together = torch.vmap(member)(rates)
     for i, rate in enumerate(rates):
         assert torch.allclose(together[i], member(rate), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("factory", "name"),
+    [(scale_by_adam, "b1"), (scale_by_adam, "eps"), (scale_by_lion, "b2"), (trace, "decay"), (ema, "decay")]
+    + [(scale_by_gefen, "b1"), (scale_by_gefen, "b2_warmup"), (gefen, "b2"), (adamw, "b1"), (sgd, "momentum")],
+)
+def test_f8_a_schedule_is_taken_where_a_number_is(factory, name):
+    schedule = linear_schedule(0.8, 0.95, 3)
+    first = {"learning_rate": 0.1} if factory in (gefen, adamw, sgd) else {}
+    direct, injected = factory(**first, **{name: schedule}), inject_hyperparams(factory)(**first, **{name: schedule})
+    leaves = {"w": torch.randn(64, 72)}
+    states = [direct.init(leaves), injected.init(leaves)]
+    for i in range(4):
+        grads = {"w": torch.randn(64, 72, generator=torch.Generator().manual_seed(i))}
+        (one, states[0]), (two, states[1]) = (
+            tx.update(grads, s, leaves) for tx, s in zip((direct, injected), states, strict=True)
+        )
+        assert torch.equal(one["w"], two["w"])
