@@ -14,7 +14,6 @@ from gefen_fn.base import (
     Schedule,
     Updates,
     apply_updates,
-    global_norm,
     identity,
     incremental_update,
     set_to_zero,
@@ -23,7 +22,7 @@ from gefen_fn.base import (
 )
 from gefen_fn.blocks import FlatBlocks, find_blocks
 from gefen_fn.calibrate import calibrate
-from gefen_fn.clip import adaptive_grad_clip, clip, clip_by_block_rms, clip_by_global_norm
+from gefen_fn.clip import adaptive_grad_clip, clip, clip_by_block_rms, clip_by_global_norm, global_norm
 from gefen_fn.combine import MaskedState, PartitionState, chain, masked, named_chain, partition
 from gefen_fn.gefen import ScaleByGefenState, scale_by_gefen
 from gefen_fn.inject import InjectHyperparamsState, inject_hyperparams

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gefen_fn.tree import Tree, check_floating, tree_leaves, tree_map
+from gefen_fn.tree import Tree, check_floating, tree_map
 
 Params = Tree
 Updates = Tree
@@ -136,12 +136,3 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 def incremental_update(new_tensors: Params, old_tensors: Params, step_size: Scalar) -> Params:
     """Polyak average: `step_size * new + (1 - step_size) * old`, leaf by leaf."""
     return tree_map(lambda new, old: step_size * new + (1.0 - step_size) * old, new_tensors, old_tensors)
-
-
-def global_norm(updates: Updates) -> Tensor:
-    """L2 norm over all leaves, as one fp32 scalar; `None` leaves count nothing.
-
-    Squares are summed per leaf in fp32 and added in float64, then rounded once.
-    """
-    squares = [u.float().square().sum().double() for u in tree_leaves(updates) if u is not None]
-    return torch.stack(squares).sum().sqrt().float() if squares else torch.zeros(())

@@ -5,10 +5,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation, Params, ScalarOrSchedule, Updates, global_norm
+from gefen_fn.base import GradientTransformation, Params, ScalarOrSchedule, Updates
+from gefen_fn.blocks import start_axis
 from gefen_fn.scalar import Scalar, check_positive, exact, expression, multiply, rounded, wide_dtype
 from gefen_fn.scale import by_leaf, by_scalar, map_scalar, need_params
-from gefen_fn.tree import Tree, check_floating
+from gefen_fn.tree import Tree, check_floating, tree_leaves
+from gefen_kernels import reference
+
+
+def global_norm(updates: Updates) -> Tensor:
+    """L2 norm over all leaves, as one fp32 scalar; `None` leaves count nothing.
+
+    Squares are added block by block in fp32 by a fixed tree, then in float64, and the root is rounded once.
+    """
+    squares = [_sum_of_squares(u) for u in tree_leaves(updates) if u is not None]
+    total = sum(s.to(squares[0].device) for s in squares)
+    return total.sqrt().float() if isinstance(total, Tensor) else torch.zeros(())
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    return reference.sum_of_squares(x, start=min(start_axis(x.shape), x.ndim))
 
 
 def clip(max_delta: ScalarOrSchedule | Tree) -> GradientTransformation:
@@ -62,7 +78,8 @@ def clip_by_block_rms(threshold: ScalarOrSchedule | Tree) -> GradientTransformat
 
 def _rms_leaf(u: Tensor, s: Scalar) -> Tensor:
     x = u.to(wide_dtype(u.dtype))
-    ratio = x.square().mean().sqrt() / rounded(s, x.dtype)
+    rms = (_sum_of_squares(x) / max(x.numel(), 1)).sqrt()
+    ratio = rms.to(x.dtype) / rounded(s, x.dtype)
     return (x / torch.clamp(ratio, min=1.0)).to(u.dtype)
 
 
@@ -97,5 +114,7 @@ def adaptive_grad_clip(clipping: ScalarOrSchedule | Tree, eps: float = 1e-3) -> 
 
 def _unit_norm(x: Tensor) -> Tensor:
     """L2 norm of each unit, fp32, `[R, 1, ...]`, or 0-dim for fewer than two axes."""
-    squares = x.float().square()
-    return (squares.sum() if x.ndim < 2 else squares.sum(dim=tuple(range(1, x.ndim)), keepdim=True)).sqrt()
+    if x.ndim < 2:
+        return _sum_of_squares(x).sqrt().float()
+    squares = reference.tree_sum(x.float().square().flatten(1), -1)
+    return squares.sqrt().reshape(-1, *(1,) * (x.ndim - 1))

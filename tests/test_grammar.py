@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gefen_fn.adam import scale_by_adam, scale_by_lion
-from gefen_fn.base import apply_updates, global_norm, identity
-from gefen_fn.clip import adaptive_grad_clip, clip, clip_by_block_rms, clip_by_global_norm
+from gefen_fn.base import apply_updates, identity
+from gefen_fn.clip import adaptive_grad_clip, clip, clip_by_block_rms, clip_by_global_norm, global_norm
 from gefen_fn.combine import chain, masked, named_chain, partition
 from gefen_fn.scale import (
     add_decayed_weights,
@@ -212,7 +212,7 @@ def test_any_tree_gives_the_leaves_of_the_dict(build, make):
 
 
 @every
-def test_eight_members_map_as_one(build):
+def test_eight_members_map_as_one_f11(build):
     tx = build()
     many = [draw(3, seed) for seed in range(8)]
     stacked = [{k: torch.stack([m[i][k] for m in many]) for k in ("w", "b")} for i in range(3)]
@@ -323,7 +323,7 @@ def test_zero_nans_clears_and_reports():
 @pytest.mark.parametrize(
     "build", [b for b in ALL.values() if b is not identity], ids=[k for k in ALL if k != "identity"]
 )
-def test_swapped_arguments_are_refused(build):
+def test_swapped_arguments_are_refused_f12(build):
     tx, p = build(), {"w": torch.ones(2, 2)}
     with pytest.raises(StructureError, match="got"):
         tx.update(p, p, tx.init(p))

@@ -168,8 +168,18 @@ def test_f11_an_ensemble_over_learning_rates_equals_its_members():
 
 @pytest.mark.parametrize(
     ("factory", "name"),
-    [(scale_by_adam, "b1"), (scale_by_adam, "eps"), (scale_by_lion, "b2"), (trace, "decay"), (ema, "decay")]
-    + [(scale_by_gefen, "b1"), (scale_by_gefen, "b2_warmup"), (gefen, "b2"), (adamw, "b1"), (sgd, "momentum")],
+    [
+        (scale_by_adam, "b1"),
+        (scale_by_adam, "eps"),
+        (scale_by_lion, "b2"),
+        (trace, "decay"),
+        (ema, "decay"),
+        (scale_by_gefen, "b1"),
+        (scale_by_gefen, "b2_warmup"),
+        (gefen, "b2"),
+        (adamw, "b1"),
+        (sgd, "momentum"),
+    ],
 )
 def test_f8_a_schedule_is_taken_where_a_number_is(factory, name):
     schedule = linear_schedule(0.8, 0.95, 3)

@@ -17,6 +17,7 @@ from gefen_kernels.reference import (
     nearest,
     philox,
     scale_shape,
+    sum_of_squares,
     tree_sum,
     uniform,
 )
@@ -298,3 +299,13 @@ REFUSALS = {
 def test_a_wrong_argument_is_refused_by_name(word, call):
     with pytest.raises(ValueError, match=word):
         call()
+
+
+def test_the_sum_of_squares_does_not_depend_on_strides_and_adds_over_rows():
+    x = drawn((70, 300))
+    whole = sum_of_squares(x)
+    assert whole.dtype == torch.float64
+    torch.testing.assert_close(whole, x.double().square().sum(), rtol=1e-6, atol=0)
+    assert whole == sum_of_squares(x.t().contiguous().t())
+    parts = sum_of_squares(x[:23]) + sum_of_squares(x[23:])
+    torch.testing.assert_close(whole, parts, rtol=1e-15, atol=0)

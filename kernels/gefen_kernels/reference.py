@@ -71,6 +71,15 @@ def block_mean_square(x: Tensor, *, block: int, start: int = 1) -> Tensor:
     return sums / (columns.shape[-1] - first).clamp(max=block).to(torch.float32)
 
 
+def sum_of_squares(x: Tensor, *, block: int = 256, start: int = 1) -> Tensor:
+    """Sum of `x^2` over a whole leaf as a 0-dim float64 tensor: blocks by `tree_sum` in fp32, their sums in float64.
+
+    Arguments as in `block_absmax`.
+    """
+    columns = _columns(x, block, start)
+    return _per_block(columns * columns, block, lambda rows: tree_sum(rows, -1)).to(torch.float64).sum()
+
+
 def expand_blocks(scales: Tensor, shape: Sequence[int], *, block: int, start: int = 1) -> Tensor:
     """Give every entry of a leaf the scale of its block: `scales[..., arange(C) // block]`.
 
