@@ -87,7 +87,7 @@ def test_the_learned_levels_reach_the_least_cost_of_the_quadratic_recurrence(for
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", HISTOGRAMS)
 @pytest.mark.parametrize(("bins", "levels"), [(4096, 256), (4096, 16), (62, 256), (2, 4)])
-def test_every_book_is_sorted_pinned_at_its_ends_and_keeps_its_form(form, kind, bins, levels):
+def test_every_book_is_sorted_pinned_at_its_ends_and_keeps_its_form_q16(form, kind, bins, levels):
     zero, symmetric = FORMS[form]["zero"], FORMS[form]["symmetric"]
     book = learn_codebook(made(kind, bins, 0), levels=levels, zero=zero, symmetric=symmetric)
     assert book.shape == (levels,) and book.dtype == torch.float32 and bool((book.diff() >= 0).all())

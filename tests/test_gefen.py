@@ -55,7 +55,7 @@ SHAPES = {"w": (128, 300), "conv": (64, 32, 3, 3), "experts": (3, 40, 64), "bias
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda f: str(f)[:60])
-def test_entries_and_rows_whose_gradient_is_zero_do_not_move_by_one_bit(form):
+def test_trap_entries_and_rows_whose_gradient_is_zero_do_not_move_by_one_bit_q17(form):
     def silent(g):
         g = g.clone()
         g[2], g[:, 5] = 0, 0
@@ -67,7 +67,7 @@ def test_entries_and_rows_whose_gradient_is_zero_do_not_move_by_one_bit(form):
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (63, 65), (5000,), (5000, 1), ()], ids=str)
-def test_a_dense_leaf_is_adam(shape):
+def test_trap_a_tiny_leaf_is_adam_and_learns_no_codebook(shape):
     p = torch.nn.Parameter(noise(*shape))
     theirs = torch.optim.AdamW([p], lr=1.0, weight_decay=0.0)
     tx = scale_by_gefen()
@@ -81,7 +81,7 @@ def test_a_dense_leaf_is_adam(shape):
 
 
 @pytest.mark.parametrize(("rounding", "least"), [("nearest", 0.09), ("stochastic", 0.8)])
-def test_an_entry_a_hundredth_of_its_block_moves(rounding, least):
+def test_trap_an_entry_a_hundredth_of_its_block_moves(rounding, least):
     g = noise(64, 256).sign()
     g[:, 1::2] /= 100
     tx = scale_by_gefen(second_moment=Dense(), rounding=rounding, codebook="fixed")
@@ -123,7 +123,7 @@ def test_rows_split_at_the_edges_of_tiles_give_the_same_bits(policy):
 
 
 @pytest.mark.parametrize("form", FORMS[:5], ids=str)
-def test_eight_runs_by_vmap_equal_eight_runs(form):
+def test_eight_runs_by_vmap_equal_eight_runs_f11(form):
     tx = scale_by_gefen(**{**form, "codebook": "fixed"})
     grads = [{"w": noise(8, 64, 100, seed=t), "b": noise(8, 5, seed=t + 50)} for t in range(2)]
     state = torch.vmap(tx.init)(grads[0])
@@ -144,7 +144,7 @@ def compiled(**form):
 
 
 @INDUCTOR
-def test_compiled_equals_eager():
+def test_trap_compiled_equals_eager_on_ragged_rows():
     tx, fast = compiled(codebook="fixed")
     grads = gradients({"w": (128, 300), "conv": (64, 32, 3, 3)})
     state = other = tx.init(grads[0])
@@ -176,7 +176,7 @@ def test_vmap_takes_calibrated_states_and_refuses_unlearned_ones():
 
 
 @pytest.mark.parametrize("codebook", ["learned", "fixed"])
-def test_gradients_flow_through_three_steps(codebook):
+def test_gradients_flow_through_three_steps_f11(codebook):
     tx, start = scale_by_gefen(codebook=codebook), noise(64, 100)
 
     def loss(p):
@@ -241,7 +241,7 @@ def test_init_on_meta_gives_meta_moments_and_a_real_codebook():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_state_and_updates_do_not_follow_the_dtype_of_the_gradient(dtype):
+def test_trap_state_and_updates_do_not_follow_the_dtype_of_the_gradient(dtype):
     grads = [{"w": noise(64, 100, dtype=dtype), "b": noise(5, dtype=dtype)}]
     updates, state = run(scale_by_gefen(), grads)
     assert {x.dtype for x in tree_leaves((updates, state.nu, state.mu["b"], state.mu["w"].absmax))} == {torch.float32}
@@ -269,7 +269,7 @@ def test_no_two_counts_share_memory_and_state_owns_its_bytes():
         ((64, 32, 3, 3), False, 1),
     ],
 )
-def test_a_leafs_kind_follows_from_its_shape(shape, dense, start):
+def test_trap_a_leafs_kind_follows_from_its_global_shape(shape, dense, start):
     layout = leaf_layout(shape)
     assert (layout.dense, layout.start) == (dense, start)
 

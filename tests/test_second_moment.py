@@ -85,7 +85,7 @@ def test_column_statistics_lie_in_the_rows_of_their_own_tile(shape, tile):
 
 
 @pytest.mark.parametrize("policy", [Factored(tile=(16, 32)), Factored(), Block(), Dense()], ids=str)
-def test_the_second_moment_follows_its_ema_through_2000_zero_gradients(policy):
+def test_trap_the_second_moment_follows_its_ema_through_2000_zero_gradients(policy):
     layout, g = leaf_layout((64, 64)), noise(64, 64)
     _, nu = policy.update(g, policy.init(g, layout), 0.999, layout)
     first, zero = [x.double() for x in tree_leaves(nu)], torch.zeros_like(g)
