@@ -119,7 +119,9 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("key", "damage"), [d[1:] for d in DAMAGE], ids=[d[0] for d in DAMAGE])
-def test_a_damaged_checkpoint_is_refused_by_name_and_changes_nothing_q21_q22(key: str, damage: Callable[[dict], None]) -> None:
+def test_a_damaged_checkpoint_is_refused_by_name_and_changes_nothing_q21_q22(
+    key: str, damage: Callable[[dict], None]
+) -> None:
     _, optimizer = stepped()
     saved, before = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
     damage(saved)
