@@ -1,4 +1,4 @@
-"""Our `gefen` with the published options follows the published package over 30 recorded steps."""
+"""Our published form learns the codebook of the published package and follows its 30 recorded steps."""
 
 import importlib.util
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gefen_fn import Block, Factored, FlatBlocks, apply_updates, gefen
+from gefen_fn import Block, Factored, FlatBlocks, apply_updates, gefen, learn_codebook
 
 DATA = Path(__file__).parent / "data"
 POLICIES = {"block": Block(), "factored": Factored()}
@@ -52,3 +52,20 @@ def test_the_published_form_follows_the_published_package(mode, leaves):
         torch.testing.assert_close(absmax.reshape(-1), theirs["absmax"].reshape(-1), rtol=2e-6, atol=0)
         off = (parameter - theirs["parameter"]).abs() > 1e-6
         assert off.double().mean() <= 1e-3
+
+
+def first_histogram(blocks):
+    """Counts of the first gradients in equal bins on [-1, 1], binned in fp32 as the published package does."""
+    source, counts = recorder(), torch.zeros(4096, dtype=torch.int64)
+    for leaf, block in enumerate(blocks):
+        g = source.gradient(leaf, 1).reshape(-1, block)
+        bins = ((g / g.abs().amax(1, keepdim=True) + 1) * 2048).floor().long().clamp(0, 4095)
+        counts += torch.bincount(bins.reshape(-1), minlength=4096)
+    return counts
+
+
+@pytest.mark.parametrize("mode", POLICIES)
+def test_the_published_book_of_the_first_gradients_is_the_published_packages_to_the_bit(mode):
+    saved = torch.load(DATA / f"gefen_x_050_{mode}.pt", weights_only=True)
+    book = learn_codebook(first_histogram(saved["blocks"]), zero=False, symmetric=False)
+    assert torch.equal(book, saved["codebook"])
