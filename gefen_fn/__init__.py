@@ -21,7 +21,7 @@ from gefen_fn.base import (
     with_extra_args_support,
 )
 from gefen_fn.blocks import FlatBlocks, find_blocks
-from gefen_fn.calibrate import calibrate
+from gefen_fn.calibrate import calibrate, refresh
 from gefen_fn.clip import adaptive_grad_clip, clip, clip_by_block_rms, clip_by_global_norm, global_norm
 from gefen_fn.combine import MaskedState, PartitionState, chain, masked, named_chain, partition
 from gefen_fn.gefen import ScaleByGefenState, scale_by_gefen
@@ -125,6 +125,7 @@ __all__ = [
     "piecewise_constant_schedule",
     "polynomial_schedule",
     "quantize",
+    "refresh",
     "requantize",
     "scale",
     "scale_by_adam",

@@ -1,13 +1,16 @@
 """Learning codebooks now, so that compiled, vmapped and captured steps need not."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gefen_fn.accumulate import MultiStepsState
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates
 from gefen_fn.blocks import Blocks
-from gefen_fn.quantize import gradient_histogram
+from gefen_fn.quantize import gradient_histogram, requantize
+from gefen_fn.tree import tree_map
 from gefen_kernels.codebook import learn_codebook
 
 _UNLEARNED = (
@@ -21,8 +24,8 @@ def calibrate(tx: GradientTransformation, grads: Updates, state: OptState, param
     """Learn every codebook of a transform from one set of gradients.
 
     Runs one eager update, so each stage learns from the gradients that reach it, and takes only the codebooks from it:
-    moments, counts and call counters stay as they were. A codebook already learned is kept, and one whose stage sees
-    only zeros stays unlearned.
+    moments, counts, accumulators and call counters stay as they were. An accumulation is taken as if it ended now. A
+    codebook already learned is kept, and one whose stage sees only zeros stays unlearned.
 
     Args:
         tx: the transform, such as a chain.
@@ -37,20 +40,68 @@ def calibrate(tx: GradientTransformation, grads: Updates, state: OptState, param
         StructureError: if gradients and state do not fit.
     """
     with torch.no_grad():
-        stepped = tx.update(grads, state, params)[1]
-    return _take_codebooks(state, stepped)
+        stepped = tx.update(grads, _end_accumulation(state), params)[1]
+    return _map_codebooks(_take_codebook, state, stepped)
 
 
-def _take_codebooks(old: Any, new: Any) -> Any:
-    if isinstance(old, dict):
-        return {k: _take_codebooks(v, new[k]) for k, v in old.items()}
-    if not isinstance(old, (tuple, list)):
+def refresh(tx: GradientTransformation, grads: Updates, state: OptState, params: Params | None = None) -> OptState:
+    """Learn every learned codebook anew, and move the stored codes to it.
+
+    Moments are decoded with the old codebook and encoded with the new one under the same scales; a codebook whose stage
+    sees only zeros stays as it is.
+
+    Args:
+        tx: the transform, such as a chain.
+        grads: the gradients to learn from.
+        state: a state of `tx`.
+        params: the parameters, if a stage of `tx` needs them.
+
+    Returns:
+        The state with new codebooks and codes; counts and second moments as they were.
+
+    Raises:
+        StructureError: if gradients and state do not fit.
+    """
+    unlearned = _map_codebooks(lambda s, _: s._replace(learned=torch.zeros_like(s.learned)), state, state)
+    return _map_codebooks(_move_codes, state, calibrate(tx, grads, unlearned, params))
+
+
+def _map_codebooks(f: Callable[[Any, Any], Any], old: OptState, new: OptState) -> OptState:
+    """`old` with `f(old, new)` for every stage that has a codebook."""
+    return tree_map(lambda x, y: f(x, y) if _has_codebook(x) else x, old, new, is_leaf=_has_codebook)
+
+
+def _has_codebook(node: Any) -> bool:
+    return {"codebook", "learned"} <= set(getattr(node, "_fields", ()))
+
+
+def _end_accumulation(state: OptState) -> OptState:
+    """The state with accumulators empty and full of micro-steps, so that the next update reaches the inner stages."""
+
+    def end(x: Any) -> Any:
+        if not _is_accumulating(x):
+            return x
+        sums, counts = (tree_map(torch.zeros_like, part) for part in (x.acc_grads, x.acc_counts))
+        last = torch.full_like(x.mini_step, torch.iinfo(torch.int32).max - 1)
+        inner = _end_accumulation(x.inner_opt_state)
+        return x._replace(mini_step=last, acc_grads=sums, acc_counts=counts, inner_opt_state=inner)
+
+    return tree_map(end, state, is_leaf=_is_accumulating)
+
+
+def _is_accumulating(node: Any) -> bool:
+    return isinstance(node, MultiStepsState)
+
+
+def _take_codebook(old: Any, new: Any) -> Any:
+    return old._replace(codebook=new.codebook, learned=new.learned)
+
+
+def _move_codes(old: Any, new: Any) -> Any:
+    if not new.learned:
         return old
-    fields = getattr(old, "_fields", ())
-    if "codebook" in fields and "learned" in fields:
-        return old._replace(codebook=new.codebook, learned=new.learned)  # type: ignore[union-attr]
-    parts = [_take_codebooks(a, b) for a, b in zip(old, new, strict=True)]
-    return type(old)(*parts) if hasattr(old, "_fields") else type(old)(parts)
+    moved = requantize(old.mu, old.codebook, new.codebook)
+    return old._replace(codebook=new.codebook, learned=new.learned, mu=moved)
 
 
 def learn_once(updates: Updates, codebook: Tensor, learned: Tensor, block: Blocks) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts
-from gefen_fn.tree import StructureError, Tree, check_floating, tree_leaves, tree_map
+from gefen_fn.tree import Tree, broadcast, check_floating, tree_leaves, tree_map
 from gefen_kernels import reference
 
 ZERO_CODE = 128
@@ -82,34 +82,38 @@ def dequantize(q: Tree, codebook: Tensor, *, block: Blocks = DEFAULT_BLOCK, like
 
 
 def requantize(q: Tree, old: Tensor, new: Tensor, *, block: Blocks = DEFAULT_BLOCK) -> Tree:
-    """Move a tree of `Quantized` from the codebook `old` to `new`; `absmax` is unchanged, other leaves pass."""
+    """Move a tree of `Quantized` from the codebook `old` to `new`; `absmax` is unchanged, other leaves pass.
+
+    Args:
+        q: a `Quantized` or a tree of them.
+        old: the codebook it was encoded with.
+        new: the codebook to move to.
+        block: as in `quantize`; only checked, because scales stay where they are.
+    """
     ties = tie_rule(new)
 
     def move(x: Quantized, length: int) -> Quantized:
-        book = old.to(x.codes.device)
-        unit = reference.decode(x.codes, torch.ones_like(x.absmax), book, block=length, start=x.absmax.ndim - 1)
-        return Quantized(reference.nearest(unit, new.to(unit.device), ties=ties), x.absmax)
+        device = x.codes.device
+        return Quantized(reference.requantize(x.codes, old.to(device), new.to(device), ties=ties), x.absmax)
 
     return _map_quantized(move, q, block)
 
 
-def _map_quantized(f: Callable[[Quantized, int], Any], q: Tree, block: Tree) -> Tree:
-    """Map `f(quantized, block length)` over the `Quantized` in dicts, lists and tuples; other leaves pass."""
-    lengths = block.tree if isinstance(block, FlatBlocks) else block
-    if isinstance(q, Quantized):
-        check_block(lengths)
-        return f(q, lengths)
-    if q is None or isinstance(q, Tensor):
-        return q
-    if not isinstance(q, (dict, list, tuple)):
-        raise StructureError(
-            f"Quantized tensors must lie in dicts, lists or tuples: got {type(q).__name__}. Pass its fields one by one."
-        )
-    keys = list(q) if isinstance(q, dict) else range(len(q))
-    parts = [_map_quantized(f, q[k], lengths if isinstance(lengths, int) else lengths[k]) for k in keys]
-    if isinstance(q, dict):
-        return dict(zip(keys, parts, strict=True))
-    return type(q)(*parts) if hasattr(q, "_fields") else type(q)(parts)
+def _map_quantized(f: Callable[[Quantized, int], Any], q: Tree, block: Blocks) -> Tree:
+    """Map `f(quantized, block length)` over the `Quantized` of a tree; other leaves pass."""
+    lengths = broadcast(block.tree if isinstance(block, FlatBlocks) else block, q, _is_quantized)
+
+    def leaf(x: Any, length: Any) -> Any:
+        if not isinstance(x, Quantized):
+            return x
+        check_block(length)
+        return f(x, length)
+
+    return tree_map(leaf, q, lengths, is_leaf=_is_quantized)
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, Quantized)
 
 
 def gradient_histogram(grads: Tree, *, block: Blocks = DEFAULT_BLOCK) -> Tensor:

@@ -18,8 +18,8 @@ class StructureError(ValueError):
     """Trees, names or shapes that should agree do not."""
 
 
-def _flatten(tree: Tree) -> tuple[list[Any], optree.PyTreeSpec]:
-    return optree.tree_flatten(tree, none_is_leaf=True)
+def _flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], optree.PyTreeSpec]:
+    return optree.tree_flatten(tree, is_leaf, none_is_leaf=True)
 
 
 def _match(spec: optree.PyTreeSpec, tree: Tree) -> list[Any]:
@@ -47,7 +47,13 @@ def tree_unflatten(spec: optree.PyTreeSpec, leaves: Sequence[Any]) -> Tree:
     return optree.tree_unflatten(spec, leaves)
 
 
-def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree, skip_none: bool = True) -> Tree:
+def tree_map(
+    f: Callable[..., Any],
+    tree: Tree,
+    *rest: Tree,
+    skip_none: bool = True,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> Tree:
     """Map `f` over the leaves of `tree`; each of `rest` may hold a whole subtree where `tree` has a leaf.
 
     Args:
@@ -55,11 +61,12 @@ def tree_map(f: Callable[..., Any], tree: Tree, *rest: Tree, skip_none: bool = T
         tree: the tree whose structure counts; it comes first because it must be a prefix of the others.
         *rest: trees that `tree` is a prefix of.
         skip_none: return `None` for a `None` leaf of `tree` without calling `f`.
+        is_leaf: what to take as a leaf of `tree` besides its leaves.
 
     Raises:
         StructureError: if one of `rest` has another structure.
     """
-    leaves, spec = _flatten(tree)
+    leaves, spec = _flatten(tree, is_leaf)
     columns = [_match(spec, r) for r in rest]
     out = [None if skip_none and x is None else f(x, *others) for x, *others in zip(leaves, *columns, strict=True)]
     return tree_unflatten(spec, out)
@@ -105,11 +112,11 @@ def path_part(entry: Any) -> str:
     return str(name if isinstance(name, str) else entry.entry).replace("%", "%25").replace(".", "%2E")
 
 
-def broadcast(value: Any, tree: Tree) -> Tree:
+def broadcast(value: Any, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
     """A tree like `tree` that holds `value` at every leaf; a `value` that is such a tree is returned as it is."""
     if isinstance(value, (int, float, Tensor)):
-        return optree.tree_map(lambda _: value, tree, none_is_leaf=True)
-    return tree_map(lambda _, v: v, tree, value, skip_none=False)
+        return optree.tree_map(lambda _: value, tree, is_leaf=is_leaf, none_is_leaf=True)
+    return tree_map(lambda _, v: v, tree, value, skip_none=False, is_leaf=is_leaf)
 
 
 def leaf_choices(prefix: Tree, tree: Tree) -> list[Any]:

@@ -51,12 +51,12 @@ def resume_demo(checkpoint: Path, out: Path) -> None:
 
     Args:
         checkpoint: Written by `run_demo` half-way.
-        out: File for the final parameters (`model`) and the losses of the steps taken (`losses`).
+        out: File for the final parameters and optimizer state (`tensors`) and the losses of the steps taken (`losses`).
     """
     run = load_run(checkpoint)
     with torch_threads(run.settings.threads):
         _train([run], standard_library_text(), label="{} resumed")
-    write_atomically(out, {"model": run.model.state_dict(), "losses": run.losses})
+    write_atomically(out, {"tensors": run.final_tensors(), "losses": run.losses})
 
 
 def _train(runs: list[Run], text: Text, *, save: tuple[Run, Path] | None = None, label: str = "{}") -> None:
@@ -108,7 +108,7 @@ def _resume_elsewhere(run: Run, checkpoint: Path) -> dict[str, Any]:
     resumed = torch.load(result, weights_only=True)
     step = run.settings.steps // 2
     same_losses = resumed["losses"] == run.losses[step:]
-    equal = same_losses and same_bits(resumed["model"], run.model.state_dict())
+    equal = same_losses and same_bits(resumed["tensors"], run.final_tensors())
     return {"label": LABELS[run.name], "step": step, "equal": equal, "losses": resumed["losses"]}
 
 

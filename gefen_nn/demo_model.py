@@ -23,9 +23,7 @@ class Decoder(nn.Module):
         ValueError: If `heads` does not divide `dim`.
     """
 
-    def __init__(
-        self, dim: int = 128, layers: int = 4, heads: int = 4, hidden: int = 384, context: int = 128
-    ) -> None:
+    def __init__(self, dim: int = 128, layers: int = 4, heads: int = 4, hidden: int = 384, context: int = 128) -> None:
         super().__init__()
         self.token = nn.Embedding(BYTES, dim)
         self.position = nn.Embedding(context, dim)

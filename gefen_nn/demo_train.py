@@ -90,6 +90,12 @@ class Run:
         """Trained entries."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
+    def final_tensors(self) -> dict[str, Tensor]:
+        """The model's and the optimizer's tensors by name."""
+        state = self.optimizer.state_dict()["state"]
+        kept = {f"optimizer.{i}.{key}": value for i, entry in state.items() for key, value in entry.items()}
+        return {**self.model.state_dict(prefix="model."), **kept}
+
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state, a tensor shared between parameters counted once."""
         tensors = {_identity(value): value for entry in self.optimizer.state.values() for value in _tensors(entry)}
@@ -173,4 +179,4 @@ def _identity(tensor: Tensor) -> tuple[int, int, int]:
 
 
 def _bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    return tensor.dtype, tensor.shape, tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.dtype, tensor.shape, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

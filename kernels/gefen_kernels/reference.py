@@ -164,6 +164,22 @@ def decode(codes: Tensor, absmax: Tensor, codebook: Tensor, *, block: int, start
     return levels * expand_blocks(absmax, codes.shape, block=block, start=start)
 
 
+def requantize(codes: Tensor, old: Tensor, new: Tensor, *, ties: Ties = "zero") -> Tensor:
+    """Codes in the codebook `new` of the levels that `codes` stand for in `old`; scales stay as they are.
+
+    Args:
+        codes: uint8, any shape.
+        old: `[K]` fp32 levels of `codes`.
+        new: `[K']` fp32 levels, non-decreasing.
+        ties: as in `nearest`.
+
+    Returns:
+        uint8 of `codes.shape`.
+    """
+    table = nearest(old, new, ties=ties)
+    return _in_chunks(lambda part: table[part.to(torch.int32)], codes.contiguous())
+
+
 def tree_sum(x: Tensor, dim: int) -> Tensor:
     """Sum along `dim` by the fixed pairwise tree: pad with zeros to a power of two, add neighbours until one is left.
 
