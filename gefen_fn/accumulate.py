@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation, OptState, Params, Updates, named
+from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Updates, made
 from gefen_fn.tree import Tree, check_floating, map_update, tree_leaves, tree_map
 
 ShouldSkip = Callable[[Updates, Tensor, Params | None], tuple[Any, Tree]]
@@ -110,8 +110,8 @@ def MultiSteps(  # optax's name
                 return _zeros(updates), state._replace(updated=_flag(False))
         return (step if every_step else accumulate)(updates, state, params, **extra)
 
-    shown = getattr(every_k_schedule, "__name__", every_k_schedule)
-    return named(lambda: f"MultiSteps({opt!r}, {shown})", init, update)
+    options = {"use_grad_mean": use_grad_mean, "should_skip_update_fn": should_skip_update_fn}
+    return made(Recipe("MultiSteps", (opt, every_k_schedule), options), init, update)
 
 
 def has_updated(state: MultiStepsState) -> Tensor:
@@ -154,7 +154,7 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
             out, inner_state = inner.update(updates, inner_state, params, **extra)
         return out, ApplyIfFiniteState(in_a_row, _flag(finite), total, inner_state)
 
-    return named(lambda: f"apply_if_finite({inner!r}, {max_consecutive_errors})", init, update)
+    return made(Recipe("apply_if_finite", (inner, max_consecutive_errors)), init, update)
 
 
 def _add(updates: Updates, state: MultiStepsState) -> MultiStepsState:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation, Params, Updates, named
+from gefen_fn.base import GradientTransformation, Params, Recipe, Updates, made
 from gefen_fn.inject import takes_schedules
 from gefen_fn.scalar import (
     Scalar,
@@ -13,7 +13,6 @@ from gefen_fn.scalar import (
     check_decay,
     check_nonnegative,
     check_state,
-    expression,
     moving_average,
     per_leaf,
     rounded,
@@ -79,7 +78,8 @@ def scale_by_adam(
         out, new = map_update(leaf, updates, state, *(per_leaf(h, updates) for h in (b1, b2, eps, eps_root)))
         return out, ScaleByAdamState(*new)
 
-    return named(expression("scale_by_adam", b1, b2, eps, eps_root, mu_dtype, nesterov=nesterov), init, update)
+    given = {"b1": b1, "b2": b2, "eps": eps, "eps_root": eps_root, "mu_dtype": mu_dtype, "nesterov": nesterov}
+    return made(Recipe("scale_by_adam", (), given), init, update)
 
 
 def _averages(
@@ -140,4 +140,4 @@ def scale_by_lion(
         out, new = map_update(leaf, updates, state, per_leaf(b1, updates), per_leaf(b2, updates))
         return out, ScaleByLionState(*new)
 
-    return named(expression("scale_by_lion", b1, b2, mu_dtype), init, update)
+    return made(Recipe("scale_by_lion", (), {"b1": b1, "b2": b2, "mu_dtype": mu_dtype}), init, update)

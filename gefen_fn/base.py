@@ -4,7 +4,7 @@ Names, argument order and sign follow optax: updates flow through `update`, the 
 `apply_updates` adds them to the parameters.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -47,8 +47,8 @@ class GradientTransformation(NamedTuple):
 
     def __repr__(self) -> str:
         """The expression that built this transform, when its constructor recorded one."""
-        expression = getattr(self.update, "expression", "GradientTransformation(init, update)")
-        return str(expression() if callable(expression) else expression)
+        recipe = getattr(self.update, "recipe", None)
+        return "GradientTransformation(init, update)" if recipe is None else write(recipe)
 
 
 GradientTransformationExtraArgs = GradientTransformation
@@ -59,14 +59,42 @@ def with_extra_args_support(tx: GradientTransformation) -> GradientTransformatio
     return tx
 
 
-def named(expression: str | Callable[[], str], init: InitFn, update: UpdateFn) -> GradientTransformation:
-    """Build a transform whose `repr` is `expression`.
+class Recipe(NamedTuple):
+    """How a transform was made, for code that reads expressions; it lies at `update.recipe`.
 
-    A transform of transforms passes a function: their `repr` is then asked for only when somebody looks, so that a
-    transform can be built inside a compiled region.
+    Attributes:
+        name: the constructor's name.
+        args: its positional arguments, inner transforms among them.
+        kwargs: its named arguments.
+        marked: of `inject_hyperparams`: builds the inner transform with a `Hyperparameter` in the place of each value.
     """
-    update.expression = expression  # type: ignore[attr-defined]
+
+    name: str
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+    marked: "Callable[[], GradientTransformation] | None" = None
+
+
+def made(recipe: Recipe, init: InitFn, update: UpdateFn) -> GradientTransformation:
+    """Build a transform that carries its recipe; its text is written only when somebody looks."""
+    update.recipe = recipe  # type: ignore[attr-defined]
     return GradientTransformation(init, update)
+
+
+def write(recipe: Recipe) -> str:
+    """The expression of a recipe as text; tensors are not read."""
+    named = [f"{name}={_show(value)}" for name, value in recipe.kwargs.items()]
+    return f"{recipe.name}({', '.join([*map(_show, recipe.args), *named])})"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_show(x)}" for key, x in value.items()) + "}"
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, (tuple, str)) or not callable(value):
+        return repr(value)
+    return str(getattr(value, "__name__", type(value).__name__))
 
 
 class EmptyState(NamedTuple):
@@ -77,14 +105,12 @@ class MaskedNode(NamedTuple):
     """Stands where `masked` hides a leaf; a tree without leaves."""
 
 
-def stateless(
-    f: Callable[[Updates, Params | None], Updates], expression: str = "stateless(f)"
-) -> GradientTransformation:
+def stateless(f: Callable[[Updates, Params | None], Updates], recipe: Recipe | None = None) -> GradientTransformation:
     """Make a transform of a function of `(updates, params)`.
 
     Args:
         f: maps the tree of updates (and params, or None) to a tree of updates.
-        expression: what `repr` shows.
+        recipe: how the transform was made, if not by this function.
     """
 
     def init(params: Params) -> EmptyState:
@@ -95,17 +121,17 @@ def stateless(
     ) -> tuple[Updates, EmptyState]:
         return f(updates, params), state
 
-    return named(expression, init, update)
+    return made(recipe or Recipe("stateless", (f,)), init, update)
 
 
 def identity() -> GradientTransformation:
     """Return the updates unchanged."""
-    return stateless(lambda updates, params: updates, "identity()")
+    return stateless(lambda updates, params: updates, Recipe("identity"))
 
 
 def set_to_zero() -> GradientTransformation:
     """Replace every update by zeros, which freezes its parameter."""
-    return stateless(lambda updates, params: tree_map(torch.zeros_like, updates), "set_to_zero()")
+    return stateless(lambda updates, params: tree_map(torch.zeros_like, updates), Recipe("set_to_zero"))
 
 
 def add_rounded(p: Tensor, u: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, Params, ScalarOrSchedule, Updates
 from gefen_fn.blocks import start_axis
-from gefen_fn.scalar import Scalar, check_positive, exact, expression, multiply, rounded, wide_dtype
+from gefen_fn.scalar import Scalar, check_positive, exact, multiply, rounded, wide_dtype
 from gefen_fn.scale import by_leaf, by_scalar, map_scalar, need_params
 from gefen_fn.tree import Tree, check_floating, tree_leaves
 from gefen_kernels import reference
@@ -34,7 +34,7 @@ def clip(max_delta: ScalarOrSchedule | Tree) -> GradientTransformation:
         ValueError: if a number is not positive.
     """
     check_positive("max_delta", max_delta)
-    return by_scalar(expression("clip", max_delta), max_delta, by_leaf(_clip_leaf))
+    return by_scalar("clip", max_delta, by_leaf(_clip_leaf))
 
 
 def _clip_leaf(u: Tensor, s: Scalar) -> Tensor:
@@ -52,7 +52,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule) -> GradientTransformation:
         ValueError: if a number is not positive.
     """
     check_positive("max_norm", max_norm)
-    return by_scalar(expression("clip_by_global_norm", max_norm), max_norm, _norm_rule)
+    return by_scalar("clip_by_global_norm", max_norm, _norm_rule)
 
 
 def clip_factor(norm: Tensor, max_norm: Scalar) -> Tensor:
@@ -73,7 +73,7 @@ def clip_by_block_rms(threshold: ScalarOrSchedule | Tree) -> GradientTransformat
         ValueError: if a number is not positive.
     """
     check_positive("threshold", threshold)
-    return by_scalar(expression("clip_by_block_rms", threshold), threshold, by_leaf(_rms_leaf))
+    return by_scalar("clip_by_block_rms", threshold, by_leaf(_rms_leaf))
 
 
 def _rms_leaf(u: Tensor, s: Scalar) -> Tensor:
@@ -109,7 +109,7 @@ def adaptive_grad_clip(clipping: ScalarOrSchedule | Tree, eps: float = 1e-3) -> 
     def rule(updates: Updates, value: Any, params: Params | None) -> Updates:
         return map_scalar(leaf, updates, value, need_params(params, "adaptive_grad_clip"))
 
-    return by_scalar(expression("adaptive_grad_clip", clipping, eps), clipping, rule)
+    return by_scalar("adaptive_grad_clip", clipping, rule, eps=eps)
 
 
 def _unit_norm(x: Tensor) -> Tensor:

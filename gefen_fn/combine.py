@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
-from gefen_fn.base import GradientTransformation, OptState, Params, Updates, named
+from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Updates, made
 from gefen_fn.scalar import check_state
 from gefen_fn.tree import StructureError, Tree, leaf_choices, tree_leaves, tree_structure, tree_unflatten
 
@@ -34,8 +34,6 @@ def _check_transform(tx: Any) -> None:
 def chain(*txs: GradientTransformation) -> GradientTransformation:
     """Apply transforms from left to right; the state is a tuple, one entry per transform.
 
-    `update.stages` holds the transforms, for code that walks the chain.
-
     Raises:
         TypeError: if an argument is not a transform.
         StructureError: from `update`, if the state is not a tuple of that length.
@@ -57,8 +55,7 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
             new.append(s)
         return updates, tuple(new)
 
-    update.stages = txs  # type: ignore[attr-defined]
-    return named(lambda: f"chain({', '.join(map(repr, txs))})", init, update)
+    return made(Recipe("chain", txs), init, update)
 
 
 def _check_names(expected: Any, got: Any) -> None:
@@ -95,8 +92,7 @@ def named_chain(*txs: tuple[str, GradientTransformation]) -> GradientTransformat
         updates, new = inner.update(updates, tuple(state[name] for name in names), params, **extra)
         return updates, dict(zip(names, new, strict=True))
 
-    update.stages = inner.update.stages  # type: ignore[attr-defined]
-    return named(lambda: f"named_chain({', '.join(f'({name!r}, {tx!r})' for name, tx in txs)})", init, update)
+    return made(Recipe("named_chain", txs), init, update)
 
 
 def _resolve(choice: Any, updates: Tree, params: Params | None) -> list[Any]:
@@ -150,7 +146,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         new, inner_state = inner.update(shown, state.inner_state, _select(params, keep, True), **extra)
         return _merge(updates, [int(k) for k in keep], updates, new), MaskedState(inner_state)
 
-    return named(lambda: f"masked({inner!r}, mask)", init, update)
+    return made(Recipe("masked", (inner, mask)), init, update)
 
 
 def partition(transforms: Mapping[Hashable, GradientTransformation], param_labels: Labels) -> GradientTransformation:
@@ -192,4 +188,4 @@ def partition(transforms: Mapping[Hashable, GradientTransformation], param_label
             outs.append(out)
         return _merge(updates, [index[k] for k in labels], *outs), PartitionState(states)
 
-    return named(lambda: f"partition({dict(transforms)!r}, param_labels)", init, update)
+    return made(Recipe("partition", (dict(transforms), param_labels)), init, update)

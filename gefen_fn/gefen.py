@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation, Params, Updates, named
+from gefen_fn.base import GradientTransformation, Params, Recipe, Updates, made
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts, leaf_layout
 from gefen_fn.calibrate import learn_once
 from gefen_fn.inject import takes_schedules
@@ -18,7 +18,6 @@ from gefen_fn.scalar import (
     check_nonnegative,
     check_state,
     exact,
-    expression,
     moving_average,
     new_count,
     rounded,
@@ -73,9 +72,6 @@ class _Rule(NamedTuple):
     rounding: str
     ties: reference.Ties
 
-    def __repr__(self) -> str:
-        return expression("scale_by_gefen", **{k: v for k, v in self._asdict().items() if k != "ties"})
-
 
 @takes_schedules
 def scale_by_gefen(
@@ -129,7 +125,8 @@ def scale_by_gefen(
     ) -> tuple[Updates, ScaleByGefenState]:
         return _update(rule, updates, state, params, **extra)
 
-    return named(lambda: repr(rule), init, update)
+    given = {k: v for k, v in zip(rule._fields, rule, strict=True) if k != "ties"}
+    return made(Recipe("scale_by_gefen", (), given), init, update)
 
 
 def _init(rule: _Rule, params: Params) -> ScaleByGefenState:

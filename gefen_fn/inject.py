@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, ParamSpec
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation, OptState, Params, Schedule, Updates, named
-from gefen_fn.scalar import expression
+from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Schedule, Updates, made
 from gefen_fn.tree import StructureError
 
 P = ParamSpec("P")
@@ -25,6 +24,12 @@ class InjectHyperparamsState(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # a field may not share the name of a tuple's method
     hyperparams: dict[str, Any]
     inner_state: OptState
+
+
+class Hyperparameter(NamedTuple):
+    """Stands in a recipe for the value that the state holds under this name."""
+
+    name: str
 
 
 def inject_hyperparams(
@@ -111,7 +116,7 @@ def _injected(
         out, inner = factory(values).update(updates, state.inner_state, params, **extra)
         return out, InjectHyperparamsState(state.count + 1, values, inner)
 
-    return named(lambda: repr(factory), init, update)
+    return made(factory.recipe((*schedules, *numbers)), init, update)
 
 
 class _Factory:
@@ -123,9 +128,10 @@ class _Factory:
         self._positional = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._shown = _arguments(bound)
 
-    def __repr__(self) -> str:
+    def recipe(self, injected: Iterable[str]) -> Recipe:
         name = getattr(self._factory, "__name__", type(self._factory).__name__)
-        return expression(f"inject_hyperparams({name})", **self._shown)
+        marks = {key: Hyperparameter(key) for key in injected}
+        return Recipe(f"inject_hyperparams({name})", (), self._shown, lambda: self(marks))
 
     def __call__(self, values: dict[str, Any]) -> GradientTransformation:
         head = [values.get(name, arg) for name, arg in zip(self._positional, self._args, strict=False)]

@@ -5,7 +5,6 @@ transform may be built from traced scalars inside `torch.compile` and `torch.vma
 """
 
 from collections.abc import Callable
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -60,20 +59,6 @@ def per_leaf(value: Any, tree: Tree) -> Tree:
 def new_count() -> Tensor:
     """A fresh 0-dim int32 zero on the CPU."""
     return torch.zeros((), dtype=torch.int32, device="cpu")
-
-
-def show(value: Any) -> str:
-    """`value` as the `repr` of a transform prints it; tensors are not read."""
-    if isinstance(value, Tensor):
-        return "tensor"
-    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)) or is_dataclass(value):
-        return repr(value)
-    return str(getattr(value, "__name__", type(value).__name__))
-
-
-def expression(name: str, *args: Any, **kwargs: Any) -> str:
-    """The call `name(*args, **kwargs)` as text."""
-    return f"{name}({', '.join([*map(show, args), *(f'{k}={show(v)}' for k, v in kwargs.items())])})"
 
 
 def _check(value: Any, holds: Callable[[float], bool], rule: str, fix: str) -> None:

@@ -11,10 +11,11 @@ from gefen_fn.base import (
     GradientTransformation,
     OptState,
     Params,
+    Recipe,
     ScalarOrSchedule,
     Schedule,
     Updates,
-    named,
+    made,
 )
 from gefen_fn.combine import Mask, masked
 from gefen_fn.inject import takes_schedules
@@ -24,7 +25,6 @@ from gefen_fn.scalar import (
     check_decay,
     check_nonnegative,
     check_state,
-    expression,
     moving_average,
     multiply,
     new_count,
@@ -62,8 +62,11 @@ class ZeroNansState(NamedTuple):
     found_nan: Tree
 
 
-def by_scalar(text: str, value: Any, rule: TreeRule) -> GradientTransformation:
-    """A transform `rule(updates, value, params)`; a callable `value` is a schedule of the calls so far, from 0."""
+def by_scalar(name: str, value: Any, rule: TreeRule, **options: Any) -> GradientTransformation:
+    """The transform `rule(updates, value, params)`, called `name(value, **options)`.
+
+    A callable `value` is a schedule of the calls so far, from 0.
+    """
 
     def init(params: Params) -> OptState:
         return ScaleByScheduleState(new_count()) if callable(value) else EmptyState()
@@ -77,7 +80,7 @@ def by_scalar(text: str, value: Any, rule: TreeRule) -> GradientTransformation:
         check_state(state, ScaleByScheduleState)
         return rule(updates, value(state.count), params), ScaleByScheduleState(state.count + 1)
 
-    return named(text, init, update)
+    return made(Recipe(name, (value,), options), init, update)
 
 
 def map_scalar(f: Callable[..., Tensor], updates: Updates, value: Any, *rest: Tree) -> Updates:
@@ -109,7 +112,7 @@ def scale(step_size: Scalar | Tree) -> GradientTransformation:
     Args:
         step_size: a number, a 0-dim tensor, or a tree of those, one per leaf.
     """
-    return by_scalar(expression("scale", step_size), step_size, by_leaf(_ascend))
+    return by_scalar("scale", step_size, by_leaf(_ascend))
 
 
 def scale_by_learning_rate(learning_rate: ScalarOrSchedule | Tree, *, flip_sign: bool = True) -> GradientTransformation:
@@ -123,8 +126,8 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule | Tree, *, flip_sign:
         ValueError: if a number is negative or not finite.
     """
     check_nonnegative("learning_rate", learning_rate)
-    text = expression("scale_by_learning_rate", learning_rate, **({} if flip_sign else {"flip_sign": False}))
-    return by_scalar(text, learning_rate, by_leaf(_descend if flip_sign else _ascend))
+    rule = by_leaf(_descend if flip_sign else _ascend)
+    return by_scalar("scale_by_learning_rate", learning_rate, rule, flip_sign=flip_sign)
 
 
 def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
@@ -137,7 +140,7 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
         raise TypeError(
             f"step_size_fn must be callable: got {type(step_size_fn).__name__}. For a constant use `scale`."
         )
-    return by_scalar(expression("scale_by_schedule", step_size_fn), step_size_fn, by_leaf(_ascend))
+    return by_scalar("scale_by_schedule", step_size_fn, by_leaf(_ascend))
 
 
 def add_decayed_weights(
@@ -153,8 +156,7 @@ def add_decayed_weights(
         ValueError: if a number is negative, or if `update` is called without params.
     """
     check_nonnegative("weight_decay", weight_decay)
-    text = expression("add_decayed_weights", weight_decay)
-    tx = by_scalar(text, weight_decay, _decay_rule)
+    tx = by_scalar("add_decayed_weights", weight_decay, _decay_rule)
     return tx if mask is None else masked(tx, mask)
 
 
@@ -216,7 +218,7 @@ def trace(
         out, new = map_update(leaf, updates, state, per_leaf(decay, updates))
         return out, TraceState(*new)
 
-    return named(expression("trace", decay, nesterov=nesterov), init, update)
+    return made(Recipe("trace", (decay,), {"nesterov": nesterov, "accumulator_dtype": accumulator_dtype}), init, update)
 
 
 @takes_schedules
@@ -250,7 +252,7 @@ def ema(
         out, new = map_update(leaf, updates, state, per_leaf(decay, updates))
         return out, EmaState(*new)
 
-    return named(expression("ema", decay, debias=debias), init, update)
+    return made(Recipe("ema", (decay,), {"debias": debias, "accumulator_dtype": accumulator_dtype}), init, update)
 
 
 def zero_nans() -> GradientTransformation:
@@ -269,4 +271,4 @@ def zero_nans() -> GradientTransformation:
         out, new = map_update(leaf, updates, state)
         return out, ZeroNansState(*new)
 
-    return named("zero_nans()", init, update)
+    return made(Recipe("zero_nans"), init, update)
