@@ -24,6 +24,7 @@ from gefen_fn.blocks import FlatBlocks, find_blocks
 from gefen_fn.calibrate import calibrate, refresh
 from gefen_fn.clip import adaptive_grad_clip, clip, clip_by_block_rms, clip_by_global_norm, global_norm
 from gefen_fn.combine import MaskedState, PartitionState, chain, masked, named_chain, partition
+from gefen_fn.describe import LeafReport, Report, describe
 from gefen_fn.gefen import ScaleByGefenState, scale_by_gefen
 from gefen_fn.inject import InjectHyperparamsState, inject_hyperparams
 from gefen_fn.masks import decay_mask
@@ -69,6 +70,7 @@ __all__ = [
     "GradientTransformation",
     "GradientTransformationExtraArgs",
     "InjectHyperparamsState",
+    "LeafReport",
     "MaskedNode",
     "MaskedState",
     "MultiSteps",
@@ -77,6 +79,7 @@ __all__ = [
     "Params",
     "PartitionState",
     "Quantized",
+    "Report",
     "ScalarOrSchedule",
     "ScaleByAdamState",
     "ScaleByGefenState",
@@ -103,6 +106,7 @@ __all__ = [
     "decay_mask",
     "default_codebook",
     "dequantize",
+    "describe",
     "ema",
     "exponential_decay",
     "find_block",

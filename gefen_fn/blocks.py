@@ -70,11 +70,17 @@ class LeafLayout:
 
 
 def is_dense(shape: Sequence[int]) -> bool:
-    """Whether a leaf of this global shape keeps fp32 moments.
+    """Whether a leaf of this global shape keeps fp32 moments."""
+    return dense_reason(shape) is not None
 
-    True for fewer than 4,096 entries, fewer than 2 axes, or one entry after the first axis.
-    """
-    return len(shape) < 2 or math.prod(shape) < _FEWEST_ENTRIES or math.prod(shape[1:]) == 1
+
+def dense_reason(shape: Sequence[int]) -> str | None:
+    """Why a leaf of this global shape keeps fp32 moments; None if it is quantized."""
+    if len(shape) < 2:
+        return "fewer than 2 axes"
+    if math.prod(shape) < _FEWEST_ENTRIES:
+        return f"fewer than {_FEWEST_ENTRIES:,} entries"
+    return "one entry per row" if math.prod(shape[1:]) == 1 else None
 
 
 def start_axis(shape: Sequence[int]) -> int:

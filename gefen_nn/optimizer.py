@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, OptState, add_rounded
+from gefen_fn.describe import Report, describe
 from gefen_fn.tree import StructureError, check_floating
 from gefen_nn import checkpoint, groups, state_view
 
@@ -69,6 +70,11 @@ class TransformOptimizer(torch.optim.Optimizer):
         """The transform's state, over `{name: parameter}`; its tensors are the optimizer's own."""
         self._sync()
         return self._state
+
+    def describe(self) -> Report:
+        """What is kept for each parameter that has state, and why; print it for a table."""
+        self._sync()
+        return describe(self._tx, self._tracked())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters get fresh state, all others keep theirs.
