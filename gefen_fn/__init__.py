@@ -54,7 +54,15 @@ from gefen_fn.schedule import (
     warmup_stable_decay_schedule,
 )
 from gefen_fn.second_moment import Block, Dense, Factored, FactoredState
-from gefen_fn.state_io import flatten_state, state_bytes, tree_get, tree_set, unflatten_state
+from gefen_fn.state_io import (
+    NamesReport,
+    compare_names,
+    flatten_state,
+    state_bytes,
+    tree_get,
+    tree_set,
+    unflatten_state,
+)
 from gefen_fn.tree import StructureError
 from gefen_kernels import default_codebook, find_block, learn_codebook
 
@@ -75,6 +83,7 @@ __all__ = [
     "MaskedState",
     "MultiSteps",
     "MultiStepsState",
+    "NamesReport",
     "OptState",
     "Params",
     "PartitionState",
@@ -101,6 +110,7 @@ __all__ = [
     "clip",
     "clip_by_block_rms",
     "clip_by_global_norm",
+    "compare_names",
     "constant_schedule",
     "cosine_decay_schedule",
     "decay_mask",

@@ -9,7 +9,7 @@ from torch import Tensor
 from gefen_fn.accumulate import MultiStepsState
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates
 from gefen_fn.blocks import Blocks
-from gefen_fn.quantize import gradient_histogram, requantize
+from gefen_fn.quantize import gradient_histogram, has_codebook, requantize
 from gefen_fn.tree import tree_map
 from gefen_kernels.codebook import learn_codebook
 
@@ -68,11 +68,7 @@ def refresh(tx: GradientTransformation, grads: Updates, state: OptState, params:
 
 def _map_codebooks(f: Callable[[Any, Any], Any], old: OptState, new: OptState) -> OptState:
     """`old` with `f(old, new)` for every stage that has a codebook."""
-    return tree_map(lambda x, y: f(x, y) if _has_codebook(x) else x, old, new, is_leaf=_has_codebook)
-
-
-def _has_codebook(node: Any) -> bool:
-    return {"codebook", "learned"} <= set(getattr(node, "_fields", ()))
+    return tree_map(lambda x, y: f(x, y) if has_codebook(x) else x, old, new, is_leaf=has_codebook)
 
 
 def _end_accumulation(state: OptState) -> OptState:

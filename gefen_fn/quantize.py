@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts
-from gefen_fn.tree import Tree, broadcast, check_floating, tree_leaves, tree_map
+from gefen_fn.tree import StructureError, Tree, broadcast, check_floating, tree_leaves, tree_map
 from gefen_kernels import reference
 
 ZERO_CODE = 128
@@ -114,6 +114,39 @@ def _map_quantized(f: Callable[[Quantized, int], Any], q: Tree, block: Blocks) -
 
 def _is_quantized(x: Any) -> bool:
     return isinstance(x, Quantized)
+
+
+def has_codebook(node: Any) -> bool:
+    """Whether a part of a state is the stage of a transform that keeps a codebook."""
+    return {"codebook", "learned"} <= set(getattr(node, "_fields", ()))
+
+
+def check_codebooks(old: Any, new: Any) -> None:
+    """Refuse a state in which codes stand beside a codebook that they were not made with.
+
+    Args:
+        old: the state before a partial load.
+        new: the same state with some tensors replaced; a tensor that is not the same object was loaded.
+
+    Raises:
+        StructureError: if codes were loaded without their codebook, or a codebook without codes that are not zero.
+    """
+
+    def check(x: Any, y: Any) -> None:
+        if not has_codebook(x):
+            return
+        pairs = zip(tree_leaves(x.mu), tree_leaves(y.mu), strict=True)
+        codes = [(a, b) for a, b in pairs if a is not None and a.dtype == torch.uint8 and not b.is_meta]
+        if y.codebook is x.codebook and any(a is not b for a, b in codes):
+            raise StructureError("Codes need the codebook they were made with: got codes alone. Load it with them.")
+        kept = [a for a, b in codes if a is b and bool((a != ZERO_CODE).any())]
+        if kept and not torch.equal(x.codebook, y.codebook.to(x.codebook.device)):
+            raise StructureError(
+                f"A codebook needs the codes made with it: got one that replaces the codebook of {len(kept)} leaves "
+                "that have no saved codes. Load into a fresh state, or load all leaves."
+            )
+
+    tree_map(check, old, new, is_leaf=has_codebook)
 
 
 def gradient_histogram(grads: Tree, *, block: Blocks = DEFAULT_BLOCK) -> Tensor:

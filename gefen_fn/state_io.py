@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
 from gefen_fn.base import OptState
+from gefen_fn.quantize import check_codebooks
 from gefen_fn.tree import StructureError, Tree, tree_leaves, tree_paths, tree_structure, tree_unflatten
 
 Path = tuple[str, ...]
@@ -42,26 +43,44 @@ def flatten_state(state: OptState) -> dict[str, Tensor]:
     return flat
 
 
-def unflatten_state(flat: Mapping[str, Tensor], like: OptState) -> OptState:
+class NamesReport(NamedTuple):
+    """Names of `like` that a dictionary lacks, and names of the dictionary that `like` has not."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def compare_names(flat: Mapping[str, Tensor], like: OptState) -> NamesReport:
+    """What `unflatten_state(flat, like, strict=False)` would keep of `like`, and leave out of `flat`."""
+    wanted = flatten_state(like)
+    return NamesReport(tuple(sorted(wanted.keys() - flat.keys())), tuple(sorted(flat.keys() - wanted.keys())))
+
+
+def unflatten_state(flat: Mapping[str, Tensor], like: OptState, *, strict: bool = True) -> OptState:
     """Build the state that `flatten_state` would name like `flat`.
 
     Args:
         flat: tensors by name; they are used as they are.
         like: a state of the same structure, such as `tx.init(params)`, possibly on the meta device.
+        strict: refuse names that differ; else a tensor of `like` stays where `flat` has none, and names that `like`
+            has not are left out: `compare_names` tells which.
 
     Raises:
-        StructureError: if names, shapes or dtypes differ.
+        StructureError: if names, shapes or dtypes differ, or if codes would stand beside another codebook.
     """
     wanted = flatten_state(like)
-    missing, extra = sorted(wanted.keys() - flat.keys()), sorted(flat.keys() - wanted.keys())
-    if missing or extra:
+    missing, extra = compare_names(flat, like)
+    if strict and (missing or extra):
         raise StructureError(
             f"Names must agree with the state's: missing {missing[:5]}, unknown {extra[:5]} "
             f"({len(missing)} and {len(extra)} in all). Use the transform and params that the dictionary was made from."
         )
-    for key, tensor in wanted.items():
-        _check_like(key, flat[key], tensor)
-    return _map_stages(lambda key, _: flat[key], like, {})
+    for key in wanted.keys() & flat.keys():
+        _check_like(key, flat[key], wanted[key])
+    state = _map_stages(lambda key, own: flat.get(key, own), like, {})
+    if not strict:
+        check_codebooks(like, state)
+    return state
 
 
 def tree_get(state: OptState, key: str, default: Any = None, filtering: Filter | None = None) -> Any:

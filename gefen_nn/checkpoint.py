@@ -1,12 +1,14 @@
 """Reading a state dict back: validate everything, build the new tree, change nothing."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gefen_fn.base import OptState
+from gefen_fn.quantize import check_codebooks
+from gefen_fn.tree import StructureError
 from gefen_nn import state_view
 from gefen_nn.errors import CheckpointError
 from gefen_nn.groups import FIXED_KEYS
@@ -22,13 +24,31 @@ class Saved(NamedTuple):
     values: dict[str, dict[str, Any]]
 
 
-def read(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]]) -> Saved:
+class LoadReport(NamedTuple):
+    """What a load that is not strict left out, as `<parameter>: <key>`, or `<parameter>` for all of it.
+
+    Attributes:
+        missing: kept as it was, for want of it in the file.
+        unexpected: in the file, and not used.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+
+def read(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    members: Sequence[Sequence[str]],
+    strict: bool = True,
+) -> Saved:
     """Sort a state dict by parameter name.
 
     Args:
         state_dict: `{"state": ..., "param_groups": ...}` as `Optimizer.state_dict` makes it.
         groups: the target's groups.
         members: the names of each target group's parameters.
+        strict: refuse names that do not match.
 
     Raises:
         CheckpointError: for a missing part, another version or block, or names that do not match.
@@ -38,7 +58,7 @@ def read(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], mem
             raise CheckpointError(f"A state dict has `{key}`: got {sorted(state_dict)}. Pass `optimizer.state_dict()`.")
     for group in state_dict["param_groups"]:
         _check_fixed(group, groups[0])
-    names = _match(state_dict["param_groups"], members, "param_names" in groups[0])
+    names = _match(state_dict["param_groups"], members, "param_names" in groups[0], strict)
     owner = {i: group for group in state_dict["param_groups"] for i in group["params"]}
     values = {name: {k: v for k, v in owner[i].items() if k not in _NOT_VALUES} for i, name in names.items()}
     stray = [i for i in state_dict["state"] if i not in names]
@@ -56,15 +76,17 @@ def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any]) -> None:
             )
 
 
-def _match(saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]], named: bool) -> dict[Any, str]:
-    """Which name each saved index stands for: the saved names where both sides have them, else the position."""
+def _match(
+    saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]], named: bool, strict: bool
+) -> dict[Any, str]:
+    """The name of each saved index: the saved one where both sides have names, else that of the position."""
     targets = [name for member in members for name in member]
     ids = [i for group in saved for i in group["params"]]
     if set(ids) == set(targets) and all(isinstance(i, str) for i in ids):
         return {i: i for i in ids}
     if named and all("param_names" in group for group in saved):
         names = [name for group in saved for name in group["param_names"]]
-        _check_names(names, targets)
+        _check_names(names, targets, strict)
     else:
         names = targets
     if len(ids) != len(names):
@@ -72,14 +94,21 @@ def _match(saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]],
     return dict(zip(ids, names, strict=True))
 
 
-def _check_names(names: Sequence[str], targets: Sequence[str]) -> None:
+def _check_names(names: Sequence[str], targets: Sequence[str], strict: bool) -> None:
     missing, extra = sorted(set(targets) - set(names)), sorted(set(names) - set(targets))
-    if missing or extra or len(set(names)) != len(names):
-        raise CheckpointError(f"Parameter names must match: missing {missing}, unexpected {extra}. Rename the entries.")
+    if (strict and (missing or extra)) or len(set(names)) != len(names):
+        raise CheckpointError(
+            f"Parameter names must match: missing {missing}, unexpected {extra}. "
+            "Rename the entries, or load with strict=False."
+        )
 
 
 def restore(
-    state: OptState, names: Collection[str], saved: Mapping[str, Mapping[str, Tensor]], frozen: Collection[str]
+    state: OptState,
+    names: Collection[str],
+    saved: Mapping[str, Mapping[str, Tensor]],
+    frozen: Collection[str],
+    strict: bool = True,
 ) -> OptState:
     """The state tree with the saved leaves, each in storage of its own.
 
@@ -88,14 +117,22 @@ def restore(
         names: the parameters that have state.
         saved: the saved leaves by parameter.
         frozen: parameters whose state may be left out.
+        strict: refuse keys that are missing or unexpected; else the target keeps its own leaf where one is missing.
 
     Raises:
         CheckpointError: naming the first key that does not fit or is damaged.
     """
     for name, leaves in state_view.view(state, names).items():
-        if saved.get(name) or name not in frozen:
-            _check_leaves(name, leaves, saved.get(name, {}))
-    return state_view.refill(state, names, [_load(slot, saved) for slot in state_view.slots(state, names)])
+        if strict and (saved.get(name) or name not in frozen):
+            _check_keys(name, leaves, saved.get(name, {}))
+        for key in leaves.keys() & saved.get(name, {}).keys():
+            _check_leaf(f"{name}: {key}", leaves[key], saved[name][key])
+    loaded = state_view.refill(state, names, [_load(slot, saved) for slot in state_view.slots(state, names)])
+    try:
+        check_codebooks(state, loaded)
+    except StructureError as error:
+        raise CheckpointError(str(error)) from error
+    return loaded
 
 
 def _load(slot: state_view.Slot, saved: Mapping[str, Mapping[str, Tensor]]) -> Tensor | None:
@@ -119,15 +156,28 @@ def _bits(x: Tensor) -> Tensor:
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _check_leaves(name: str, own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+def report(state: OptState, names: Collection[str], saved: Mapping[str, Mapping[str, Tensor]]) -> LoadReport:
+    """Which saved leaves have no place in the target, and which of its leaves have no saved one."""
+    own = state_view.view(state, names)
+    return LoadReport(tuple(_lacking(own, saved)), tuple(_lacking(saved, own)))
+
+
+def _lacking(has: Mapping[str, Mapping[str, Tensor]], other: Mapping[str, Mapping[str, Tensor]]) -> Iterator[str]:
+    """What `has` holds and `other` does not."""
+    for name, leaves in has.items():
+        if leaves and not other.get(name):
+            yield name
+        else:
+            yield from (f"{name}: {key}" for key in sorted(leaves.keys() - other.get(name, {}).keys()))
+
+
+def _check_keys(name: str, own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
     missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if missing or extra:
         raise CheckpointError(
             f"State keys of {name!r} must match: missing {missing}, unexpected {extra}. "
-            "Build the optimizer with the transform that saved."
+            "Build the optimizer with the transform that saved, or load with strict=False."
         )
-    for key, leaf in own.items():
-        _check_leaf(f"{name}: {key}", leaf, saved[key])
 
 
 def _check_leaf(key: str, own: Tensor, saved: Any) -> None:
@@ -138,14 +188,16 @@ def _check_leaf(key: str, own: Tensor, saved: Any) -> None:
             f"`{key}` must be {own.dtype} {tuple(own.shape)}: got {saved.dtype} {tuple(saved.shape)}. "
             "Load it without casting, into an optimizer of the same structure."
         )
-    rule = None if saved.is_meta else _broken_rule(key.rsplit(".", 1)[-1], saved)
+    rule = None if saved.is_meta else _broken_rule(key.rsplit(".", 1)[-1], saved, own)
     if rule is not None:
         raise CheckpointError(f"`{key}` must {rule}: got {_summary(saved)}. The file is damaged; load an older one.")
 
 
-def _broken_rule(field: str, x: Tensor) -> str | None:
+def _broken_rule(field: str, x: Tensor, own: Tensor) -> str | None:
     if field == "codebook" and not _is_codebook(x):
         return "be sorted, finite and end at -1 and 1"
+    if field == "codebook" and _is_symmetric(own) and not _is_symmetric(x):
+        return "be symmetric, with 0 twice in the middle"
     if field in _SCALES and not bool(((x >= 0) & x.isfinite()).all()):
         return "be finite and >= 0"
     counts = x.dtype in (torch.int32, torch.int64) and x.dim() == 0
@@ -154,6 +206,10 @@ def _broken_rule(field: str, x: Tensor) -> str | None:
 
 def _is_codebook(x: Tensor) -> bool:
     return x.numel() > 1 and float(x[0]) == -1.0 and float(x[-1]) == 1.0 and bool((x[1:] >= x[:-1]).all())
+
+
+def _is_symmetric(x: Tensor) -> bool:
+    return torch.equal(x, -x.flip(0))
 
 
 def _summary(x: Tensor) -> str:
@@ -173,7 +229,7 @@ def group_values(
     Raises:
         CheckpointError: if a group's parameters were saved with different values, or without one.
     """
-    values = [_agree([saved[name] for name in member]) for member in members]
+    values = [_agree([saved[name] for name in member if name in saved]) for member in members]
     for key in defaults.keys() - set(FIXED_KEYS):
         for own in (own for own in values if own and _count_numbers(own.get(key)) != _count_numbers(defaults[key])):
             raise CheckpointError(f"`{key}` must be like {defaults[key]}: got {own.get(key)}. The file is damaged.")

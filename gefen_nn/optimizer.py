@@ -187,13 +187,18 @@ class TransformOptimizer(torch.optim.Optimizer):
         if bad:
             raise RuntimeError(f"Gradients must be finite (error_if_nonfinite=True): got {bad}. Nothing was changed.")
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> checkpoint.LoadReport:  # type: ignore[override]  # torch's returns None
         """Restore state and hyperparameters to the bit, matched by parameter name where both sides have names.
 
         All or nothing: everything is validated before the one assignment.
 
         Args:
             state_dict: what `state_dict` returned; safe to read with `torch.load(..., weights_only=True)`.
+            strict: refuse a file that lacks a leaf or has one too many; else the optimizer keeps its own where one is
+                missing, and leaves out what it has no place for. What does not fit in shape or dtype is refused anyway.
+
+        Returns:
+            What was missing and unexpected; nothing of either if `strict`.
 
         Raises:
             CheckpointError: naming the key that is missing, extra, misshapen or damaged.
@@ -201,15 +206,17 @@ class TransformOptimizer(torch.optim.Optimizer):
         state_dict = state_dict.copy()
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        self._restore(state_dict)
+        report = self._restore(state_dict, strict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+        return report
 
-    def _restore(self, state_dict: dict[str, Any]) -> None:
-        saved = checkpoint.read(state_dict, self.param_groups, self._members())
+    def _restore(self, state_dict: dict[str, Any], strict: bool) -> checkpoint.LoadReport:
+        saved = checkpoint.read(state_dict, self.param_groups, self._members(), strict)
         own, seen = self._grown([name for name, leaves in saved.leaves.items() if leaves])
         frozen = {name for name, p in self._named().items() if not p.requires_grad}
-        state = checkpoint.restore(self._shown(own), seen.keys(), saved.leaves, frozen)
+        state = checkpoint.restore(self._shown(own), seen.keys(), saved.leaves, frozen, strict)
+        report = checkpoint.report(self._shown(own), seen.keys(), saved.leaves)
         values = checkpoint.group_values(saved.values, self._members(), self.defaults)
         for group, given in zip(self.param_groups, values, strict=True):
             checkpoint.fill_group(group, given)
@@ -217,6 +224,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             state = state._replace(hyperparams={**own.hyperparams, **state.hyperparams})
         self._seen = seen
         self._state = self._with_hyperparams(state)
+        return report
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TransformOptimizer":
         """A copy with its own parameters and state, without hooks or a scheduler's wrapper of `step`, as in torch."""

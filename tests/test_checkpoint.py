@@ -9,8 +9,11 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from gefen_fn.alias import adam, sgd
+from gefen_fn.alias import adam, gefen, sgd
 from gefen_fn.base import GradientTransformation
+from gefen_fn.combine import chain
+from gefen_fn.scale import trace
+from gefen_fn.state_io import flatten_state
 from gefen_nn.errors import CheckpointError
 from gefen_nn.optimizer import TransformOptimizer
 from tests.small_net import bits, flat, injected, model, same, train
@@ -162,3 +165,39 @@ def test_parameters_of_one_group_saved_with_different_values_are_refused() -> No
     apart = TransformOptimizer([{"params": named[:2], "lr": 0.5}, {"params": named[2:]}], injected())
     with pytest.raises(CheckpointError, match="lr"):
         TransformOptimizer(model().named_parameters(), injected()).load_state_dict(apart.state_dict())
+
+
+def gefen_run(net: nn.Module) -> TransformOptimizer:
+    optimizer = TransformOptimizer(net.named_parameters(), gefen(1e-3))
+    net(torch.randn(4, 64)).square().sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_f6_a_load_that_is_not_strict_keeps_what_is_missing_and_reports_it() -> None:
+    saved = gefen_run(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 80))).state_dict()
+    with pytest.raises(CheckpointError, match="strict=False"):
+        TransformOptimizer(nn.Sequential(nn.Linear(64, 64)).named_parameters(), gefen(1e-3)).load_state_dict(saved)
+    target = TransformOptimizer(
+        nn.Sequential(nn.Linear(64, 64), nn.Identity(), nn.Linear(64, 64)).named_parameters(),
+        chain(trace(0.9), gefen(1e-3)),
+    )
+    report = target.load_state_dict(reloaded(saved), strict=False)
+    assert report.missing == ("0.weight: trace.trace", "0.bias: trace.trace", "2.weight", "2.bias")
+    assert report.unexpected == ("1.weight", "1.bias")
+    state = flatten_state(target.state_tree())
+    assert torch.equal(state["scale_by_gefen.mu.0%2Eweight.codes"], saved["state"][0]["scale_by_gefen.mu.codes"])
+    assert state["scale_by_gefen.learned"] and state["scale_by_gefen.count.2%2Eweight"] == 0
+
+
+def test_q21_codes_and_codebook_are_loaded_together_or_not_at_all() -> None:
+    target, source = (gefen_run(nn.Sequential(nn.Linear(64, 64))) for _ in range(2))
+    before = copy.deepcopy(target.state_dict())
+    for lost, text in ((".codebook", "got codes alone"), (".codes", "no saved codes")):
+        saved = source.state_dict()
+        for i, leaves in saved["state"].items():
+            saved["state"][i] = {k: v for k, v in leaves.items() if not k.endswith(lost)}
+        with pytest.raises(CheckpointError, match=text):
+            target.load_state_dict(saved, strict=False)
+    after = target.state_dict()
+    assert all(torch.equal(x, after["state"][i][k]) for i, leaves in before["state"].items() for k, x in leaves.items())

@@ -110,6 +110,7 @@ def _edit(field: str, change: Callable[[Tensor], Tensor | None]) -> Callable[[di
 DAMAGE = [
     ("q21 no codebook", "codebook", _edit(".codebook", lambda x: None)),
     ("unsorted codebook", "codebook", _edit(".codebook", lambda x: x.flip(0))),
+    ("q16 lopsided codebook", "codebook", _edit(".codebook", lambda x: x.abs().sort().values.mul(2).sub(1))),
     ("infinite absmax", "absmax", _edit(".absmax", lambda x: x + float("inf"))),
     ("negative absmax", "absmax", _edit(".absmax", lambda x: -x - 1)),
     ("q6 codes cast", "codes", _edit(".codes", lambda x: x.bfloat16())),

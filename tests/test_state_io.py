@@ -8,10 +8,11 @@ import torch
 from gefen_fn.accumulate import MultiSteps
 from gefen_fn.adam import scale_by_adam
 from gefen_fn.combine import chain, masked, named_chain, partition
+from gefen_fn.gefen import scale_by_gefen
 from gefen_fn.inject import inject_hyperparams
 from gefen_fn.masks import decay_mask
 from gefen_fn.scale import add_decayed_weights, scale, scale_by_learning_rate, scale_by_schedule, trace
-from gefen_fn.state_io import flatten_state, state_bytes, tree_get, tree_set, unflatten_state
+from gefen_fn.state_io import compare_names, flatten_state, state_bytes, tree_get, tree_set, unflatten_state
 from gefen_fn.tree import StructureError, tree_leaves, tree_structure
 
 
@@ -175,3 +176,24 @@ def test_decay_spares_norms_biases_and_embeddings(path, shape, decayed):
         nested = {part: nested}
     assert decay_mask({path: leaf, "none": None}) == {path: decayed, "none": False}
     assert tree_leaves(decay_mask(nested)) == [decayed]
+
+
+def test_f6_a_partial_dictionary_is_taken_if_asked_and_its_names_are_compared():
+    old, new = scale_by_adam(), chain(trace(0.9), scale_by_adam())
+    flat, like = flatten_state(old.init(params())), new.init(params())
+    flat["unknown.x"] = torch.zeros(())
+    report = compare_names(flat, like)
+    assert all(name.startswith("trace.trace.") for name in report.missing) and report.unexpected == ("unknown.x",)
+    state = unflatten_state(flat, like, strict=False)
+    assert state[0] is not None and all(
+        a is b for a, b in zip(tree_leaves(state[0]), tree_leaves(like[0]), strict=True)
+    )
+    assert flatten_state(state)["scale_by_adam.mu.list.0"] is flat["scale_by_adam.mu.list.0"]
+
+
+def test_q21_codes_are_not_taken_without_their_codebook():
+    tx, leaf = scale_by_gefen(), torch.randn(64, 100)
+    flat = flatten_state(tx.update(leaf, tx.init(leaf))[1])
+    del flat["scale_by_gefen.codebook"]
+    with pytest.raises(StructureError, match="got codes alone"):
+        unflatten_state(flat, tx.init(leaf), strict=False)
