@@ -85,7 +85,7 @@ LEAVES = {  # these treat every leaf by itself
     "adaptive": lambda: adaptive_grad_clip(0.1),
     **{policy: lambda policy=policy: gefen(policy) for policy in POLICIES if policy != "learned"},
 }
-ALL = {**LEAVES, "norm": lambda: clip_by_global_norm(1.0), "nothing": chain}
+ALL = {**LEAVES, "norm": lambda: clip_by_global_norm(1.0)}
 
 names, kinds, transforms = (st.sampled_from(list(table)) for table in (TREES, KINDS, ALL))
 seeds, dtypes = st.integers(0, 2**16), st.sampled_from([torch.float32, torch.bfloat16])
@@ -176,13 +176,12 @@ def test_rows_and_columns_without_gradient_stay_put(policy, name, seed, kind, dt
         assert x is y or torch.equal(x[silent(x)], y[silent(y)])
 
 
-LAYOUTS = st.tuples(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 300), st.integers(0, 3))
-books = pytest.mark.parametrize("book", BOOKS)
+layouts = st.tuples(st.lists(st.integers(1, 40), min_size=1, max_size=3), st.integers(1, 300), st.integers(0, 3))
 
 
-@books
+@pytest.mark.parametrize("book", BOOKS)
 @drawn(60)
-@given(LAYOUTS, seeds, kinds, dtypes, st.sampled_from(["zero", "published"]))
+@given(layouts, seeds, kinds, dtypes, st.sampled_from(["zero", "published"]))
 def test_decoded_codes_lie_within_half_a_gap_and_encode_to_themselves(book, layout, seed, kind, dtype, ties):
     (shape, block, start), levels = layout, BOOKS[book]
     x, where = tensor(shape, seed, kind, dtype), {"block": block, "start": min(start, len(shape))}
@@ -205,14 +204,7 @@ def nest(draw, stages):
 
 
 @drawn(80)
-@given(
-    st.lists(st.sampled_from([k for k in ALL if k != "nothing"]), min_size=2, max_size=5),
-    names,
-    seeds,
-    kinds,
-    dtypes,
-    st.data(),
-)
+@given(st.lists(transforms, min_size=2, max_size=5), names, seeds, kinds, dtypes, st.data())
 def test_chain_is_associative(keys, name, seed, kind, dtype, data):
     stages, params = [ALL[key]() for key in keys], tree(name, seed, "normal", dtype)
     grads = gradients(name, seed, kind, dtype)
@@ -350,7 +342,7 @@ def raw(dtype, shape, seed):
 
 
 def trees(leaves):
-    keys = st.sampled_from(["a", "b", "a.b", "a%2Eb", "a%252Eb", ".", "#2", ""])
+    keys = st.sampled_from(["a", "a.a", "a%2Ea", ""])
     return st.recursive(
         leaves | st.none(),
         lambda inner: (
@@ -374,7 +366,7 @@ shapes = st.lists(st.integers(0, 4), max_size=3)
 anything = [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32]
 
 
-@drawn(300)
+@drawn(150)
 @given(trees(st.builds(raw, st.sampled_from(anything), shapes, seeds)))
 def test_saving_and_loading_any_tree_keeps_every_bit(state):
     loaded = saved_and_loaded(state, tree_map(lambda x: x.to("meta"), state))
@@ -382,8 +374,12 @@ def test_saving_and_loading_any_tree_keeps_every_bit(state):
     assert same(loaded, state)
 
 
-@drawn(80)
-@given(st.lists(transforms, min_size=1, max_size=3), trees(st.builds(tensor, shapes, seeds, kinds, dtypes)))
+# A whole tree that is None cannot be told from `params=None`.
+parameters = trees(st.builds(tensor, shapes, seeds, kinds, dtypes)).filter(lambda params: params is not None)
+
+
+@drawn(150)
+@given(st.lists(transforms, min_size=1, max_size=3), parameters)
 def test_saving_and_loading_the_state_over_any_tree_keeps_every_bit(keys, params):
     tx = chain(*(ALL[key]() for key in keys))
     state = tx.init(params)
