@@ -1,0 +1,51 @@
+"""What a fused Gefen step is told of each leaf; every back end that has a `gefen_step` takes the same."""
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+SCALARS = (
+    "b1",
+    "one_minus_b1",
+    "b2",
+    "one_minus_b2",
+    "correction1",
+    "root_correction2",
+    "eps",
+    "step",
+    "weight_decay",
+    "grad_scale",
+)
+"""Columns of a step's scalars: fp32, each rounded once from float64. `step` is the learning rate with its sign."""
+
+
+class Leaf(NamedTuple):
+    """One parameter of a step. All tensors but `grad` are written in place.
+
+    The leaf is seen as `[.., R, C]`: the axes `start..` are the columns, the axis before them the rows.
+
+    Attributes:
+        grad: of `param`'s shape, fp32, bf16 or fp16.
+        param: fp32, bf16 or fp16.
+        mu: uint8 codes of `param`'s shape; fp32 for a dense leaf.
+        absmax: fp32, one per block; None for a dense leaf.
+        nu: `(nu,)` for "dense" and "block", `(row, col)` for "factored", as `gefen_fn.second_moment` lays them.
+        policy: "dense": one per entry; "block": one per block; "factored": row and column means of tiles.
+        start: first of the axes that are merged into columns.
+        block: entries per block.
+        tile: `(Tr, Tc)` of "factored"; None for a whole side.
+        decays: whether `u + weight_decay * p` is a stage of this leaf.
+        corrects: whether the root is divided by `root_correction2`.
+    """
+
+    grad: Tensor
+    param: Tensor
+    mu: Tensor
+    absmax: Tensor | None
+    nu: tuple[Tensor, ...]
+    policy: Literal["dense", "block", "factored"]
+    start: int = 1
+    block: int = 256
+    tile: tuple[int | None, int | None] = (None, None)
+    decays: bool = True
+    corrects: bool = False
