@@ -10,7 +10,7 @@ from gefen_fn.base import GradientTransformation, Params, Recipe, Updates, made
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts, leaf_layout
 from gefen_fn.calibrate import learn_once
 from gefen_fn.inject import takes_schedules
-from gefen_fn.quantize import Quantized, quantized_zeros, tie_rule
+from gefen_fn.quantize import Quantized, quantized_zeros, requantize, tie_rule
 from gefen_fn.scalar import (
     Scalar,
     bias_correction,
@@ -148,18 +148,28 @@ def _update(
     rule: _Rule, updates: Updates, state: ScaleByGefenState, params: Params | None = None, **extra: Any
 ) -> tuple[Updates, ScaleByGefenState]:
     check_state(state, ScaleByGefenState)
-    book, learned = state.codebook, state.learned
-    if isinstance(rule.codebook, str) and rule.codebook == "learned":
-        book, learned = learn_once(updates, book, learned, rule.block)
+    state = _learn(rule, updates, state)
     settings = _settings(rule, updates)
     shared: dict[str, Any] = {k: v for k, v in settings.items() if v is None or isinstance(v, (int, float, Tensor))}
     per_leaf = {k: v for k, v in settings.items() if k not in shared}
 
     def leaf(g: Tensor, count: Tensor, mu: Any, nu: Any, *own: Any) -> tuple[Tensor, Tensor, Any, Any]:
-        return _update_leaf(rule, book, g, count, mu, nu, **shared, **dict(zip(per_leaf, own, strict=True)))
+        return _update_leaf(rule, state.codebook, g, count, mu, nu, **shared, **dict(zip(per_leaf, own, strict=True)))
 
     out, (count, mu, nu) = map_update(leaf, updates, (state.count, state.mu, state.nu), *per_leaf.values())
-    return out, ScaleByGefenState(count, book, learned, mu, nu)
+    return out, ScaleByGefenState(count, state.codebook, state.learned, mu, nu)
+
+
+def _learn(rule: _Rule, updates: Updates, state: ScaleByGefenState) -> ScaleByGefenState:
+    """The state with its codebook learned, if it is to be and was not; codes move with it, as a load brings some."""
+    if not (isinstance(rule.codebook, str) and rule.codebook == "learned"):
+        return state
+    book, learned = learn_once(updates, state.codebook, state.learned, rule.block)
+    if book is state.codebook:
+        return state
+    moved = requantize(state.mu, state.codebook, book, block=rule.block)
+    mu = tree_map(lambda old, new: old if torch.equal(old, new) else new, state.mu, moved)
+    return state._replace(codebook=book, learned=learned, mu=mu)
 
 
 def _settings(rule: _Rule, updates: Updates) -> dict[str, Any]:

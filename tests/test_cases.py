@@ -22,6 +22,7 @@ from gefen_fn import (
     apply_updates,
     chain,
     clip_by_global_norm,
+    dequantize,
     ema,
     flatten_state,
     gefen,
@@ -115,6 +116,23 @@ def test_a_loaded_codebook_is_not_learned_again_q21():
     resumed.step()
     book = optimizer.state_tree().inner_state[0].codebook
     assert torch.equal(resumed.state_tree().inner_state[0].codebook, book)
+
+
+def test_codes_of_the_fixed_codebook_move_to_the_one_that_is_learned_after_the_load_q21():
+    torch.manual_seed(0)
+    net, twin = nn.Linear(96, 64), nn.Linear(96, 64)
+    fixed, learned = Gefen(net.named_parameters(), codebook="fixed"), Gefen(twin.named_parameters())
+    for seed in range(3):
+        step(net, fixed, seed)
+    learned.load_state_dict(copy.deepcopy(fixed.state_dict()))
+    for optimizer, model in ((fixed, net), (learned, twin)):
+        for p in model.parameters():
+            p.grad = 1e-3 * noise(*p.shape, seed=99) ** 5
+        optimizer.step()
+    (one, _), (two, _) = (optimizer.state_tree().inner_state[:2] for optimizer in (fixed, learned))
+    assert two.learned and not torch.equal(one.codebook, two.codebook)
+    expected, got = (dequantize(state.mu["weight"], state.codebook) for state in (one, two))
+    assert (got - expected).norm() < 0.02 * expected.norm()
 
 
 def test_defaults_and_order_are_those_of_adamw_but_for_the_decay_q24():
