@@ -1,21 +1,26 @@
-"""One graph serves every step: no recompile under a schedule, for any of these expressions (case q11)."""
+"""One graph serves every step, under any schedule (case q11); compiled equals eager; what cannot compile says why."""
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
 from gefen_fn import (
+    Block,
+    Dense,
+    Factored,
     adamw,
     chain,
     clip_by_global_norm,
     cosine_decay_schedule,
     gefen,
     inject_hyperparams,
+    learn_codebook,
     lion,
     masked,
     partition,
     sgd,
 )
+from gefen_fn.tree import tree_leaves
 
 COSINE = cosine_decay_schedule(1e-3, 50)
 EXPRESSIONS = {
@@ -29,8 +34,11 @@ EXPRESSIONS = {
     "lion": (lambda: lion(COSINE), 5),
 }
 
+# Inductor's own imports warn of torch.jit.
+INDUCTOR = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+
+@INDUCTOR
 @pytest.mark.parametrize(("make", "steps"), EXPRESSIONS.values(), ids=EXPRESSIONS)
 def test_one_graph_serves_every_step_of_a_schedule_q11(make, steps):
     torch._dynamo.reset()
@@ -44,3 +52,36 @@ def test_one_graph_serves_every_step_of_a_schedule_q11(make, steps):
         expected, plain = tx.update(grads, plain, params)
     assert graphs.frame_count == 1
     torch.testing.assert_close(updates, expected, rtol=1e-6, atol=1e-9)
+
+
+GIVEN = learn_codebook(torch.arange(1, 4097), zero=False, symmetric=False)
+POLICIES = {
+    "dense": {"second_moment": Dense(), "codebook": "fixed"},
+    "block": {"second_moment": Block(), "codebook": GIVEN},
+    "one tile": {"second_moment": Factored(), "codebook": "fixed", "drive": "m_hat"},
+}
+
+
+@INDUCTOR
+@pytest.mark.parametrize("form", POLICIES.values(), ids=POLICIES)
+def test_compiled_equals_eager_on_ragged_rows_for_every_policy(form):
+    torch._dynamo.reset()
+    tx = gefen(1.0, weight_decay=0.1, **form)
+    fast = torch.compile(tx.update, fullgraph=True)
+    shapes = {"rows": (128, 300), "convolution": (64, 32, 3, 3)}
+    draws = torch.Generator().manual_seed(0)
+    params = {name: torch.randn(shape, generator=draws) for name, shape in shapes.items()}
+    state = other = tx.init(params)
+    for _ in range(2):
+        grads = {name: torch.randn(shape, generator=draws) for name, shape in shapes.items()}
+        updates, state = tx.update(grads, state, params)
+        compiled, other = fast(grads, other, params)
+        for a, b in zip(tree_leaves((updates, state)), tree_leaves((compiled, other)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_stochastic_rounding_refuses_compile_and_says_why():
+    torch._dynamo.reset()
+    tx, params = gefen(0.1, codebook="fixed", rounding="stochastic"), {"w": torch.ones(64, 72)}
+    with pytest.raises(RuntimeError, match=r'trace by torch\.compile.*rounding="nearest"'):
+        torch.compile(tx.update, fullgraph=True, backend="eager")(params, tx.init(params), params)
