@@ -11,6 +11,7 @@ from gefen_fn.scalar import (
     Scalar,
     bias_correction,
     check_decay,
+    check_dtype,
     check_nonnegative,
     check_state,
     moving_average,
@@ -19,6 +20,7 @@ from gefen_fn.scalar import (
 )
 from gefen_fn.scale import counts, moments
 from gefen_fn.tree import Tree, check_floating, map_update
+from gefen_kernels import reference
 
 
 class ScaleByAdamState(NamedTuple):
@@ -59,13 +61,14 @@ def scale_by_adam(
         nesterov: look ahead, as NAdam: `mu_hat = b1 mu / (1 - b1^(t+1)) + (1 - b1) g / (1 - b1^t)` (Dozat 2016).
 
     Raises:
-        ValueError: if a number is out of range.
+        ValueError: if a number is out of range, or the dtype is no floating one.
         StructureError: from `update`, if updates and state do not fit.
     """
     for name, value in (("b1", b1), ("b2", b2)):
         check_decay(name, value)
     for name, value in (("eps", eps), ("eps_root", eps_root)):
         check_nonnegative(name, value)
+    check_dtype("mu_dtype", mu_dtype)
     leaf = _nadam_leaf if nesterov else _adam_leaf
 
     def init(params: Params) -> ScaleByAdamState:
@@ -91,7 +94,7 @@ def _averages(
 
 
 def _root(nu: Tensor, b2: Scalar, t: Tensor, eps: Scalar, eps_root: Scalar) -> Tensor:
-    return (nu / bias_correction(b2, t) + rounded(eps_root)).sqrt() + rounded(eps)
+    return reference.root(nu / bias_correction(b2, t) + rounded(eps_root)) + rounded(eps)
 
 
 def _adam_leaf(
@@ -121,10 +124,11 @@ def scale_by_lion(
         mu_dtype: dtype that stores `mu`, fp32 if None. Updates are fp32 in any case.
 
     Raises:
-        ValueError: if a number is out of range.
+        ValueError: if a number is out of range, or the dtype is no floating one.
     """
     for name, value in (("b1", b1), ("b2", b2)):
         check_decay(name, value)
+    check_dtype("mu_dtype", mu_dtype)
 
     def init(params: Params) -> ScaleByLionState:
         return ScaleByLionState(moments(params, mu_dtype))

@@ -9,7 +9,7 @@ from gefen_fn.base import GradientTransformation, Params, ScalarOrSchedule, Upda
 from gefen_fn.blocks import start_axis
 from gefen_fn.scalar import Scalar, check_positive, exact, multiply, rounded, wide_dtype
 from gefen_fn.scale import by_leaf, by_scalar, map_scalar, need_params
-from gefen_fn.tree import Tree, check_floating, tree_leaves
+from gefen_fn.tree import Tree, check_floating, check_leaves, tree_leaves
 from gefen_kernels import reference
 
 
@@ -17,7 +17,11 @@ def global_norm(updates: Updates) -> Tensor:
     """L2 norm over all leaves, as one fp32 scalar; `None` leaves count nothing.
 
     Squares are added block by block in fp32 by a fixed tree, then in float64, and the root is rounded once.
+
+    Raises:
+        StructureError: if a leaf is not a dense floating-point tensor.
     """
+    check_leaves(updates)
     squares = [_sum_of_squares(u) for u in tree_leaves(updates) if u is not None]
     total = sum(s.to(squares[0].device) for s in squares)
     return total.sqrt().float() if isinstance(total, Tensor) else torch.zeros(())
@@ -49,9 +53,11 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule) -> GradientTransformation:
         max_norm: a number > 0, a 0-dim tensor, or a schedule; one for the whole tree.
 
     Raises:
-        ValueError: if a number is not positive.
+        ValueError: if a number is not positive, or if there is one per leaf.
     """
     check_positive("max_norm", max_norm)
+    if isinstance(max_norm, (dict, list, tuple)):
+        raise ValueError(f"`max_norm` is one for the whole tree: got a {type(max_norm).__name__}. Clip parts by masks.")
     return by_scalar("clip_by_global_norm", max_norm, _norm_rule)
 
 
@@ -117,4 +123,4 @@ def _unit_norm(x: Tensor) -> Tensor:
     if x.ndim < 2:
         return _sum_of_squares(x).sqrt().float()
     squares = reference.tree_sum(x.float().square().flatten(1), -1)
-    return squares.sqrt().reshape(-1, *(1,) * (x.ndim - 1))
+    return reference.root(squares).reshape(-1, *(1,) * (x.ndim - 1))

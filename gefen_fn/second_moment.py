@@ -14,10 +14,21 @@ from torch import Tensor
 
 from gefen_fn.blocks import LeafLayout
 from gefen_fn.scalar import Scalar, moving_average
+from gefen_fn.tree import StructureError
 from gefen_kernels import reference
 
 _SHORTEST_SIDE = 32
 _TINY = torch.finfo(torch.float32).tiny
+
+
+def _check_state(nu: Any, *shapes: Sequence[int]) -> None:
+    """Refuse the state of another policy, tile or block."""
+    got = [getattr(x, "shape", None) for x in (nu if isinstance(nu, FactoredState) else (nu,))]
+    if got != list(shapes):
+        raise StructureError(
+            f"A second moment must be of its policy, {[tuple(shape) for shape in shapes]}: got {type(nu).__name__} "
+            f"{got}. Use the state that `init` made with this policy."
+        )
 
 
 class SecondMoment(Protocol):
@@ -44,8 +55,9 @@ class Dense:
 
     def update(self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, Tensor]:
         """EMA of `g^2` and its root."""
+        _check_state(nu, g.shape)
         nu = moving_average(b2, nu, g * g)
-        return nu.sqrt(), nu
+        return reference.root(nu), nu
 
 
 @dataclass(frozen=True)
@@ -60,9 +72,10 @@ class Block:
 
     def update(self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, Tensor]:
         """EMA of the block's mean of `g^2`; its root is shared by the block."""
+        _check_state(nu, reference.scale_shape(layout.shape, layout.block, layout.start))
         mean = reference.block_mean_square(g, block=layout.block, start=layout.start)
         nu = moving_average(b2, nu, mean)
-        return reference.expand_blocks(nu.sqrt(), g.shape, block=layout.block, start=layout.start), nu
+        return reference.expand_blocks(reference.root(nu), g.shape, block=layout.block, start=layout.start), nu
 
 
 class FactoredState(NamedTuple):
@@ -97,9 +110,9 @@ class Factored:
 
     def __post_init__(self) -> None:
         """Check the tile."""
-        rows, columns = self.sides
-        whole = [side is None or (isinstance(side, int) and side > 0) for side in (rows, columns)]
-        if not all(whole) or (rows is not None and rows & (rows - 1)):
+        sides = self.tile if isinstance(self.tile, tuple) else (self.tile,) * 2
+        whole = [side is None or (type(side) is int and side > 0) for side in sides]
+        if len(sides) != 2 or not all(whole) or (rows := sides[0]) is not None and rows & (rows - 1):
             raise ValueError(
                 f"`tile` must be (Tr, Tc), Tr a power of two: got {self.tile!r}. "
                 "Use (128, 256), or None for a whole side."
@@ -118,24 +131,32 @@ class Factored:
     def init(self, leaf: Tensor, layout: LeafLayout) -> FactoredState:
         """Zeros in the shapes of `FactoredState`."""
         layout = layout.unflattened
-        tiles, lead = _Tiles.of(self.sides, layout), layout.matrix[:-1]
-        widths = (len(tiles.widths), -(-layout.columns // tiles.packed))
-        return FactoredState(*(leaf.new_zeros((*lead, w), dtype=torch.float32) for w in widths))
+        shapes = _Tiles.of(self.sides, layout).shapes(layout.matrix[:-1])
+        return FactoredState(*(leaf.new_zeros(shape, dtype=torch.float32) for shape in shapes))
 
     def update(self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, FactoredState]:
         """EMAs of the row and column means of `g^2`; the root is a product of two vectors' roots."""
         layout = layout.unflattened
         tiles = _Tiles.of(self.sides, layout)
+        _check_state(nu, *tiles.shapes(layout.matrix[:-1]))
         square = (g * g).reshape(layout.matrix)
         row = moving_average(b2, nu.row, tiles.row_means(square))
         col = moving_average(b2, nu.col, tiles.pack(tiles.column_means(square)))
         columns = tiles.unpack(col)
         scaled = columns / tiles.across(tiles.normalisers(columns))
-        root = tiles.across(row.sqrt()) * tiles.down(scaled.sqrt())
+        root = tiles.across(reference.root(row)) * tiles.down(reference.root(scaled))
         return root.reshape(g.shape), FactoredState(row, col)
 
 
 DEFAULT_SECOND_MOMENT = Factored(tile=(128, 256))
+
+
+def check_policy(policy: Any) -> None:
+    """Raise `ValueError` unless `policy` is an instance with the methods of `SecondMoment`."""
+    if isinstance(policy, type) or not all(hasattr(policy, name) for name in ("init", "update", "warms")):
+        raise ValueError(
+            f"`second_moment` must be a policy: got {policy!r}. Use `Dense()`, `Block()` or `Factored((128, 256))`."
+        )
 
 
 def policy_for(policy: SecondMoment, layout: LeafLayout) -> SecondMoment:
@@ -164,6 +185,10 @@ class _Tiles(NamedTuple):
         # A power of two divides a block, so that an edge between blocks is one between slots; whole columns need none.
         packed = rows if sides[0] is None else 1 << (min(height, rows).bit_length() - 1)
         return cls(heights, (*widths, columns - width * len(widths)), height, width, packed)
+
+    def shapes(self, lead: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of `FactoredState`, `lead` being the axes before the columns."""
+        return (*lead, len(self.widths)), (*lead, -(-sum(self.widths) // self.packed))
 
     def row_means(self, square: Tensor) -> Tensor:
         """`[.., R, C]` -> `[.., R, column tiles]`."""

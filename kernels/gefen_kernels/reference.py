@@ -80,6 +80,15 @@ def sum_of_squares(x: Tensor, *, block: int = 256, start: int = 1) -> Tensor:
     return _per_block(columns * columns, block, lambda rows: tree_sum(rows, -1)).to(torch.float64).sum()
 
 
+def root(x: Tensor) -> Tensor:
+    """Correctly rounded fp32 square root.
+
+    Through float64, because torch's own fp32 root on a CPU may be a vector library's, off by one ulp in a fifth of all
+    entries, where every other back end has the IEEE root.
+    """
+    return x.to(torch.float64).sqrt().to(torch.float32)
+
+
 def expand_blocks(scales: Tensor, shape: Sequence[int], *, block: int, start: int = 1) -> Tensor:
     """Give every entry of a leaf the scale of its block: `scales[..., arange(C) // block]`.
 
@@ -120,7 +129,7 @@ def nearest(x: Tensor, codebook: Tensor, *, ties: Ties = "zero") -> Tensor:
     Raises:
         ValueError: if `ties` is neither of the two.
     """
-    bounds = _midpoints(codebook, ties)
+    bounds = midpoints(codebook, ties)
     return _in_chunks(lambda part: _zero_code(part, torch.bucketize(part, bounds, out_int32=True), codebook), x)
 
 
@@ -285,8 +294,13 @@ def _per_block(columns: Tensor, block: int, reduce: Callable[[Tensor], Tensor]) 
     return torch.cat([scales, reduce(columns[..., whole * block :].unsqueeze(-2))], dim=-1)
 
 
-def _midpoints(codebook: Tensor, ties: Ties) -> Tensor:
-    """`[K - 1]` bounds such that the code of x is the number of bounds below x."""
+def midpoints(codebook: Tensor, ties: Ties) -> Tensor:
+    """`[K - 1]` bounds such that the code of x is the number of bounds below x.
+
+    Args:
+        codebook: `[K]` fp32 levels, non-decreasing.
+        ties: as in `nearest`.
+    """
     if ties not in ("zero", "published"):
         raise ValueError(f'`ties` must be "zero" or "published": got {ties!r}. Use "zero", the default.')
     middle = (codebook[:-1] + codebook[1:]) * 0.5

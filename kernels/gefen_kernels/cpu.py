@@ -1,0 +1,191 @@
+"""The CPU back end: the whole step in place, each gradient read from memory once, on as many threads as torch uses.
+
+It gives the reference's bits, whatever the number of threads, and needs numba (the extra `cpu`). Code is compiled at
+the first call and kept for later processes.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gefen_kernels import cpu_loops as loops
+from gefen_kernels import cpu_step, reference
+from gefen_kernels.step import Leaf
+
+_KINDS = {torch.float32: loops.FP32, torch.bfloat16: loops.BF16, torch.float16: loops.FP16}
+_POLICIES = {"dense": cpu_step.DENSE, "block": cpu_step.BLOCKS, "factored": cpu_step.FACTORED}
+_TASK = 1 << 17  # entries of a task: small enough to share out, large enough to be worth the call
+_ALONE = 1 << 16  # entries that one thread does sooner than two
+
+Ints = npt.NDArray[np.int64]
+
+
+class Codebook(NamedTuple):
+    """A codebook as the loops read it.
+
+    Attributes:
+        levels: fp32 `[256]`.
+        cells: uint8, for each cell of [-1, 1] the number of bounds in lower cells. The map from x to its cell is
+            monotone in fp32, so a bound in a lower cell is below every x of this one, to the bit.
+        bounds: fp32 `[257]`: the code of x is the number of bounds below x.
+        comparisons: the most bounds in one cell; so many comparisons finish a code.
+        zeros: `(first, number)` of the codes that are written as 128.
+    """
+
+    levels: npt.NDArray[np.float32]
+    cells: npt.NDArray[np.uint8]
+    bounds: npt.NDArray[np.float32]
+    comparisons: int
+    zeros: tuple[int, int]
+
+
+def codebook_table(codebook: Tensor, ties: reference.Ties) -> Codebook:
+    """Lay out a codebook fp32 `[256]` for the loops."""
+    return _codebook_table(codebook.numpy().tobytes(), ties)
+
+
+@functools.lru_cache(maxsize=8)
+def _codebook_table(raw: bytes, ties: reference.Ties) -> Codebook:
+    levels = np.frombuffer(raw, np.float32).copy()
+    bounds = reference.midpoints(torch.from_numpy(levels), ties).numpy()
+    own = ((bounds + np.float32(1)) * np.float32(loops.HALF_CELLS)).astype(np.int64)
+    per_cell = np.bincount(own, minlength=2 * loops.HALF_CELLS + 1)
+    cells = (np.cumsum(per_cell) - per_cell).astype(np.uint8)
+    zero = np.flatnonzero(levels == 0) if levels[128] == 0 else np.zeros(0, np.int64)
+    ends = (int(zero[0]), len(zero)) if len(zero) else (0, 0)
+    padded = np.append(bounds, [np.inf, np.inf]).astype(np.float32)
+    return Codebook(levels, cells, padded, int(per_cell.max()), ends)
+
+
+def supports(leaf: Leaf) -> bool:
+    """Whether the loops can take this leaf: CPU tensors of known dtypes, the parameter contiguous."""
+    tensors = (leaf.grad, leaf.param, leaf.mu, *leaf.nu)
+    known = leaf.grad.dtype in _KINDS and leaf.param.dtype in _KINDS
+    return known and all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
+
+
+def gefen_step(
+    leaves: Sequence[Leaf],
+    scalars: Tensor,
+    codebook: Tensor,
+    *,
+    drive: str = "m",
+    ties: reference.Ties = "zero",
+    negate: bool = False,
+    scaled: bool = False,
+) -> None:
+    """Step all leaves in place: moments, second moments and parameters, bit for bit as the reference.
+
+    Args:
+        leaves: what to step; see `gefen_kernels.step.Leaf`.
+        scalars: fp32 `[leaves, 10]`, columns as `gefen_kernels.step.SCALARS`.
+        codebook: fp32 `[256]`.
+        drive: "m" steps along the moment before it is stored, "m_hat" along what is stored.
+        ties: as in `reference.nearest`.
+        negate: ascend.
+        scaled: multiply each gradient by its `grad_scale`, rounded to its dtype.
+    """
+    kept = [(leaf._replace(grad=leaf.grad.contiguous()), n) for n, leaf in enumerate(leaves) if leaf.param.numel()]
+    if not kept:
+        return
+    strided = [(leaf.param, leaf.param.contiguous()) for leaf, _ in kept]
+    table = np.array([_row(leaf, p) for (leaf, _), (_, p) in zip(kept, strided, strict=True)], np.int64)
+    numbers = np.ascontiguousarray(scalars.numpy()[[n for _, n in kept]])
+    code, options, sizes = tuple(codebook_table(codebook, ties)), (negate, scaled, drive == "m_hat"), _sizes(table)
+    tasks = [task for n, row in enumerate(table.tolist()) for task in _tasks(n, row)]
+    share(
+        lambda part: cpu_step.step(part, table, numbers, code, options, sizes),
+        tasks,
+        int(table[:, cpu_step.ENTRIES].sum()),
+    )
+    for p, dense in strided:
+        if p is not dense:
+            p.copy_(dense)
+
+
+def _row(leaf: Leaf, param: Tensor) -> list[int]:
+    """One leaf as the loops read it."""
+    shape = leaf.param.shape
+    columns = int(np.prod(shape[leaf.start :], dtype=np.int64))
+    rows = shape[leaf.start - 1] if leaf.start else 1
+    height, width = leaf.tile[0] or rows, min(leaf.tile[1] or columns, columns)
+    packed = rows if leaf.tile[0] is None else 1 << (min(height, rows).bit_length() - 1)
+    dense = leaf.absmax is None
+    fields = {
+        cpu_step.GRAD: leaf.grad.data_ptr(),
+        cpu_step.GRAD_KIND: _KINDS[leaf.grad.dtype],
+        cpu_step.PARAM: param.data_ptr(),
+        cpu_step.PARAM_KIND: _KINDS[param.dtype],
+        cpu_step.MU: leaf.mu.data_ptr(),
+        cpu_step.ABSMAX: 0 if leaf.absmax is None else leaf.absmax.data_ptr(),
+        cpu_step.NU: leaf.nu[0].data_ptr(),
+        cpu_step.COL: leaf.nu[-1].data_ptr(),
+        cpu_step.ROWS: rows,
+        cpu_step.COLUMNS: columns,
+        cpu_step.ENTRIES: param.numel(),
+        cpu_step.BLOCK: leaf.block,
+        cpu_step.POLICY: cpu_step.DENSE_LEAF if dense else _POLICIES[leaf.policy],
+        cpu_step.TILE_ROWS: height,
+        cpu_step.TILE_COLUMNS: width,
+        cpu_step.PACKED: packed,
+        cpu_step.DECAYS: leaf.decays,
+        cpu_step.CORRECTS: leaf.corrects,
+    }
+    return [fields[n] for n in range(cpu_step.FIELDS)]
+
+
+def _sizes(table: Ints) -> tuple[int, int, int, int]:
+    """The scratch that a thread needs: see `cpu_step.step`."""
+    rows, height = table[:, cpu_step.ROWS], table[:, cpu_step.TILE_ROWS]
+    tallest = rows - height * (np.maximum(rows // height, 1) - 1)
+    runs = -(-table[:, cpu_step.TILE_COLUMNS] // loops.RUN)
+    most = (table[:, cpu_step.BLOCK].max(), table[:, cpu_step.COLUMNS].max(), runs.max(), (tallest * runs).max())
+    return int(most[0]), int(most[1]), int(most[2]), int(most[3])
+
+
+def _tasks(index: int, row: list[int]) -> Iterator[tuple[int, int, int, int, int]]:
+    """Split a leaf into tasks of about `_TASK` entries; the split does not change a bit of the result."""
+    entries, columns, policy = row[cpu_step.ENTRIES], row[cpu_step.COLUMNS], row[cpu_step.POLICY]
+    if policy == cpu_step.DENSE_LEAF:
+        for first in range(0, entries, _TASK):
+            yield index, first, min(first + _TASK, entries), 0, 0
+    elif policy == cpu_step.FACTORED:
+        yield from _tiles(index, row)
+    elif columns <= _TASK:
+        step = _TASK // columns
+        for first in range(0, entries // columns, step):
+            yield index, first, min(first + step, entries // columns), 0, columns
+    else:
+        step = _TASK // row[cpu_step.BLOCK] * row[cpu_step.BLOCK] or row[cpu_step.BLOCK]
+        for r in range(entries // columns):
+            for left in range(0, columns, step):
+                yield index, r, r + 1, left, min(left + step, columns)
+
+
+def _tiles(index: int, row: list[int]) -> Iterator[tuple[int, int, int, int, int]]:
+    """Tasks of a factored leaf: whole tiles, and whole row tiles where blocks cross the edges of tiles."""
+    rows, columns, height, width = (
+        row[n] for n in (cpu_step.ROWS, cpu_step.COLUMNS, cpu_step.TILE_ROWS, cpu_step.TILE_COLUMNS)
+    )
+    number = row[cpu_step.ENTRIES] // (rows * columns) * max(1, rows // height)
+    tiles = -(-columns // width)
+    step = max(1, _TASK // (height * width)) if width % row[cpu_step.BLOCK] == 0 else tiles
+    for tile in range(number):
+        for first in range(0, tiles, step):
+            yield index, tile, 0, first, min(first + step, tiles)
+
+
+def share(work: Callable[[Ints], Any], tasks: Sequence[tuple[int, ...]], entries: int) -> list[Any]:
+    """Call `work` on parts of the tasks, on as many threads as torch uses; return its results in order."""
+    threads = min(torch.get_num_threads(), len(tasks)) if entries > _ALONE else 1
+    parts = np.array_split(np.array(tasks, np.int64), min(len(tasks), 8 * threads) if threads > 1 else 1)
+    if threads == 1:
+        return [work(part) for part in parts]
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(work, parts))

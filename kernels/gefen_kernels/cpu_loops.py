@@ -1,0 +1,248 @@
+"""The loops of the CPU back end, compiled by numba: every entry goes through the reference's operations in its order.
+
+LLVM vectorises short loops over one dimension and, without `fastmath`, neither contracts a product into an addition nor
+changes the order of a sum.
+"""
+
+import numba
+import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
+
+F32, U8, U16, U32, I64 = np.float32, np.uint8, np.uint16, np.uint32, np.int64
+RUN = 256  # columns whose squares are added at one time
+LEVELS = 40  # of the pairwise tree over rows: enough for 2^39 of them
+TINY = F32(np.finfo(np.float32).tiny)
+HALF_CELLS = 8192
+
+FP32, BF16, FP16 = range(3)
+
+
+def _may_cache() -> bool:
+    """Whether numba finds a folder to keep compiled code in; it refuses to build a cached function without one."""
+    try:
+        numba.njit(cache=True)(_may_cache)
+    except RuntimeError:
+        return False
+    return True
+
+
+compiled = numba.njit(cache=_may_cache(), nogil=True, error_model="numpy")
+
+
+@intrinsic
+def _pointer(typing_context, address):
+    """An address as a pointer; numba has no public cast."""
+
+    def build(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), build
+
+
+@compiled
+def floats(address, count):
+    return numba.carray(_pointer(I64(address)), (count,), F32)
+
+
+@compiled
+def _words(address, count):
+    return numba.carray(_pointer(I64(address)), (count,), U16)
+
+
+@compiled
+def bytes(address, count):
+    return numba.carray(_pointer(I64(address)), (count,), U8)
+
+
+@compiled
+def _bits(x):
+    return F32(x).view(U32)
+
+
+@compiled
+def _as_float(bits):
+    return U32(bits).view(F32)
+
+
+@compiled
+def to_bf16(x):
+    """Nearest even, as 16 bits."""
+    bits = _bits(x)
+    rounded = (bits + U32(0x7FFF) + ((bits >> U32(16)) & U32(1))) >> U32(16)
+    return U16(rounded) if x == x else U16(0x7FC0)
+
+
+@compiled
+def from_bf16(word):
+    return _as_float(U32(word) << U32(16))
+
+
+@compiled
+def to_fp16(x):
+    """Nearest even, as 16 bits."""
+    bits = _bits(x)
+    size = U32(bits & U32(0x7FFFFFFF))
+    # Below 2^-14 a half is a multiple of 2^-24, the spacing of floats at 0.5: adding 0.5 rounds.
+    small = U32(_bits(_as_float(size) + F32(0.5)) - U32(0x3F000000))
+    normal = U32(U32(size + U32(0xFFF) + ((size >> U32(13)) & U32(1)) - U32(0x38000000)) >> U32(13))
+    half = small if size < U32(0x38800000) else normal
+    half = half if size < U32(0x477FF000) else U32(0x7C00)
+    half = half if size <= U32(0x7F800000) else U32(0x7E00)
+    return U16(half | ((bits >> U32(16)) & U32(0x8000)))
+
+
+@compiled
+def from_fp16(word):
+    size = U32(U32(word) & U32(0x7FFF))
+    wide = U32(size << U32(13))
+    finite = _bits(_as_float(wide) * F32(2.0**112))
+    bits = finite if size < U32(0x7C00) else U32(wide | U32(0x7F800000))
+    return _as_float(bits | ((U32(word) & U32(0x8000)) << U32(16)))
+
+
+@compiled
+def load(kind, address, first, count, out):
+    """`count` entries from `first` on, as fp32."""
+    if kind == FP32:
+        source = floats(address + 4 * first, count)
+        for j in range(count):
+            out[j] = source[j]
+    elif kind == BF16:
+        words = _words(address + 2 * first, count)
+        for j in range(count):
+            out[j] = from_bf16(words[j])
+    else:
+        words = _words(address + 2 * first, count)
+        for j in range(count):
+            out[j] = from_fp16(words[j])
+
+
+@compiled
+def store(kind, address, first, count, source):
+    """`count` entries from `first` on, each rounded once."""
+    if kind == FP32:
+        out = floats(address + 4 * first, count)
+        for j in range(count):
+            out[j] = source[j]
+    elif kind == BF16:
+        words = _words(address + 2 * first, count)
+        for j in range(count):
+            words[j] = to_bf16(source[j])
+    else:
+        words = _words(address + 2 * first, count)
+        for j in range(count):
+            words[j] = to_fp16(source[j])
+
+
+@compiled
+def tree(x, count, work):
+    """Sum of `count` entries by the fixed pairwise tree; `x` is kept, `work` is overwritten."""
+    if count == 0:
+        return F32(0)
+    half = count >> 1
+    for j in range(half):
+        work[j] = x[2 * j] + x[2 * j + 1]
+    if count & 1:
+        work[half] = x[count - 1]
+        half += 1
+    while half > 1:
+        count, half = half, half >> 1
+        for j in range(half):
+            work[j] = work[2 * j] + work[2 * j + 1]
+        if count & 1:
+            work[half] = work[count - 1]
+            half += 1
+    return work[0]
+
+
+@compiled
+def add_row(row, index, count, levels, work):
+    """Add row number `index` to the tree over rows, a binary counter: level k holds a sum of 2^k rows."""
+    level = 0
+    for j in range(count):
+        work[j] = row[j]
+    while index & 1:
+        full = levels[level]
+        for j in range(count):
+            work[j] = full[j] + work[j]
+        index >>= 1
+        level += 1
+    empty = levels[level]
+    for j in range(count):
+        empty[j] = work[j]
+
+
+@compiled
+def close_rows(rows, count, levels, out):
+    """The sum of all `rows` rows: what is left on the lower levels meets only zeros before it is added."""
+    started = False
+    for level in range(LEVELS):
+        if (rows >> level) & 1:
+            part = levels[level]
+            if started:
+                for j in range(count):
+                    out[j] = part[j] + out[j]
+            else:
+                for j in range(count):
+                    out[j] = part[j]
+            started = True
+
+
+@compiled
+def largest(x, count):
+    """The largest magnitude, NaN if there is one; below the smallest normal it is 0."""
+    bits = x.view(U32)
+    best = U32(0)
+    for j in range(count):
+        size = U32(bits[j] & U32(0x7FFFFFFF))
+        best = size if size > best else best
+    top = _as_float(best)
+    return F32(0) if top < TINY else top
+
+
+@compiled
+def encode(x, count, top, cells, bounds, comparisons, zeros, codes):
+    """Codes of `x / top`: a start from the cell, then comparisons; see `gefen_kernels.cpu.Codebook`."""
+    first, span = U32(zeros[0]), U32(zeros[1])
+    for j in range(count):
+        ratio = x[j] / top
+        known = abs(ratio) <= F32(1)
+        ratio = ratio if known else F32(0)
+        k = U32(cells[U32(np.int32((ratio + F32(1)) * F32(HALF_CELLS)))])
+        for _ in range(comparisons):
+            k = U32(k + U32(ratio > bounds[k]))
+        k = U32(128) if (not known) or U32(k - first) < span else k
+        codes[j] = U8(k)
+
+
+@compiled
+def histogram(grad, kind, rows, columns, block, first, last, counts):
+    """Count the entries of rows `first..last`, divided by their block's largest magnitude, into `counts`."""
+    g = np.empty(block, F32)
+    for r in range(first, last):
+        for left in range(0, columns, block):
+            count = min(block, columns - left)
+            load(kind, grad, r * columns + left, count, g)
+            top = largest(g, count)
+            for j in range(count):
+                x = g[j] / top
+                size = abs(x)
+                if size <= F32(1) and size > F32(0):
+                    bin = min(I64(size * F32(2048)), 2047)
+                    counts[2047 - bin if x < 0 else 2048 + bin] += 1
+
+
+@compiled
+def sum_of_squares(grad, kind, columns, block, first, last):
+    """Sum of squares of rows `first..last`: each block by the tree in fp32, blocks in float64."""
+    g, work = np.empty(block, F32), np.empty(block, F32)
+    total = 0.0
+    for r in range(first, last):
+        for left in range(0, columns, block):
+            count = min(block, columns - left)
+            load(kind, grad, r * columns + left, count, g)
+            for j in range(count):
+                g[j] = g[j] * g[j]
+            total += tree(g, count, work)
+    return total

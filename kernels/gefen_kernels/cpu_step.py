@@ -1,0 +1,280 @@
+"""The whole Gefen step over leaves, block by block, as numba compiles it.
+
+No loop allocates; a task works in the scratch of its thread. Functions take a leaf as its row of the table, whose
+columns are named here, and its row of the scalars.
+"""
+
+import numpy as np
+
+from gefen_kernels.cpu_loops import (
+    BF16,
+    F32,
+    FP32,
+    LEVELS,
+    RUN,
+    TINY,
+    add_row,
+    bytes,
+    close_rows,
+    compiled,
+    encode,
+    floats,
+    from_bf16,
+    from_fp16,
+    largest,
+    load,
+    store,
+    to_bf16,
+    to_fp16,
+    tree,
+)
+
+# Columns of the table of leaves.
+(
+    GRAD,
+    GRAD_KIND,
+    PARAM,
+    PARAM_KIND,
+    MU,
+    ABSMAX,
+    NU,
+    COL,
+    ROWS,
+    COLUMNS,
+    ENTRIES,
+    BLOCK,
+    POLICY,
+    TILE_ROWS,
+    TILE_COLUMNS,
+    PACKED,
+    DECAYS,
+    CORRECTS,
+    FIELDS,
+) = range(19)
+DENSE_LEAF, DENSE, BLOCKS, FACTORED = range(4)
+# Columns of the scalars; the order of `gefen_kernels.step.SCALARS`.
+B1, NOT_B1, B2, NOT_B2, CORRECTION1, ROOT_CORRECTION2, EPS, STEP, DECAY, GRAD_SCALE = range(10)
+
+
+@compiled
+def _load_grad(leaf, scalars, negate, scaled, first, count, out):
+    """The gradient as the first moment meets it: negated, and scaled with one rounding to its dtype."""
+    kind = leaf[GRAD_KIND]
+    load(kind, leaf[GRAD], first, count, out)
+    if negate:
+        for j in range(count):
+            out[j] = -out[j]
+    if scaled:
+        s = scalars[GRAD_SCALE]
+        if kind == FP32:
+            for j in range(count):
+                out[j] = out[j] * s
+        elif kind == BF16:
+            for j in range(count):
+                out[j] = from_bf16(to_bf16(out[j] * s))
+        else:
+            for j in range(count):
+                out[j] = from_fp16(to_fp16(out[j] * s))
+
+
+@compiled
+def _apply(leaf, scalars, first, count, d, root, p):
+    """The parameter's step from the moment `d` and the root of the second moment."""
+    c1, eps, step = scalars[CORRECTION1], scalars[EPS], scalars[STEP]
+    if leaf[CORRECTS]:
+        c2 = scalars[ROOT_CORRECTION2]
+        for j in range(count):
+            root[j] = root[j] / c2
+    load(leaf[PARAM_KIND], leaf[PARAM], first, count, p)
+    if leaf[DECAYS]:
+        decay = scalars[DECAY]
+        for j in range(count):
+            u = d[j] / c1 / (root[j] + eps)
+            p[j] = p[j] + (u + p[j] * decay) * step
+    else:
+        for j in range(count):
+            p[j] = p[j] + d[j] / c1 / (root[j] + eps) * step
+    store(leaf[PARAM_KIND], leaf[PARAM], first, count, p)
+
+
+@compiled
+def _moment(leaf, scalars, book, cells, bounds, comparisons, zeros, from_stored, block, first, count, g, m):
+    """Decode, average and re-encode one block; `m` becomes the moment that drives the step."""
+    codes = bytes(leaf[MU] + first, count)
+    scale = floats(leaf[ABSMAX] + 4 * block, 1)
+    b1, not_b1, top = scalars[B1], scalars[NOT_B1], scale[0]
+    for j in range(count):
+        m[j] = book[codes[j]] * top * b1 + g[j] * not_b1
+    top = largest(m, count)
+    scale[0] = top
+    encode(m, count, top, cells, bounds, comparisons, zeros, codes)
+    if from_stored:
+        for j in range(count):
+            m[j] = book[codes[j]] * top
+
+
+@compiled
+def _average(nu, index, b2, not_b2, new):
+    """One step of an average that is stored as one number."""
+    nu[index] = nu[index] * b2 + new * not_b2
+    return nu[index]
+
+
+@compiled
+def _dense_root(leaf, scalars, first, count, g, root):
+    """Average g^2 entry by entry; `root` becomes its root."""
+    nu = floats(leaf[NU] + 4 * first, count)
+    b2, not_b2 = scalars[B2], scalars[NOT_B2]
+    for j in range(count):
+        nu[j] = nu[j] * b2 + g[j] * g[j] * not_b2
+        root[j] = np.sqrt(nu[j])
+
+
+@compiled
+def _dense_leaf(leaf, scalars, negate, scaled, first, last, scratch):
+    """Adam on entries `first..last` of a leaf with fp32 moments."""
+    g, root, p = scratch[0], scratch[1], scratch[2]
+    b1, not_b1 = scalars[B1], scalars[NOT_B1]
+    for start in range(first, last, RUN):
+        count = min(RUN, last - start)
+        _load_grad(leaf, scalars, negate, scaled, start, count, g)
+        _dense_root(leaf, scalars, start, count, g, root)
+        mu = floats(leaf[MU] + 4 * start, count)
+        for j in range(count):
+            mu[j] = mu[j] * b1 + g[j] * not_b1
+        _apply(leaf, scalars, start, count, mu, root, p)
+
+
+@compiled
+def _block_root(leaf, scalars, block, count, g, root, work):
+    """Average the block's mean of g^2; its root is shared."""
+    for j in range(count):
+        root[j] = g[j] * g[j]
+    mean = tree(root, count, work) / F32(count)
+    shared = np.sqrt(_average(floats(leaf[NU], block + 1), block, scalars[B2], scalars[NOT_B2], mean))
+    for j in range(count):
+        root[j] = shared
+
+
+@compiled
+def _tile_statistics(leaf, scalars, negate, scaled, tile, start, stop, scratch, levels, factors, runs):
+    """Average row and column means of one tile; `factors[start:stop]` becomes `sqrt(col / mean(col))`.
+
+    `tile` numbers the row tile over all batches; `runs` is scratch for the sums of the runs of each row.
+    """
+    g, square, work = scratch[0], scratch[1], scratch[2]
+    columns, width = leaf[COLUMNS], leaf[TILE_COLUMNS]
+    first_row, rows, batch_row, local = _row_tile(leaf, tile)
+    b2, not_b2 = scalars[B2], scalars[NOT_B2]
+    packed, slots = leaf[PACKED], -(-columns // leaf[PACKED])
+    col = floats(leaf[COL] + 4 * batch_row * slots, leaf[ROWS] * slots)
+    number = (stop - start + RUN - 1) // RUN
+    for left in range(start, stop, RUN):
+        count = min(RUN, stop - left)
+        for i in range(rows):
+            _load_grad(leaf, scalars, negate, scaled, (first_row + i) * columns + left, count, g)
+            for j in range(count):
+                square[j] = g[j] * g[j]
+            runs[i * number + (left - start) // RUN] = tree(square, count, work)
+            add_row(square, i, count, levels, work)
+        close_rows(rows, count, levels, square)
+        for j in range(count):
+            c = left + j
+            slot = (local * leaf[TILE_ROWS] + c % packed) * slots + c // packed
+            factors[c] = _average(col, slot, b2, not_b2, square[j] / F32(rows))
+    tiles = -(-columns // width)
+    row = floats(leaf[NU] + 4 * first_row * tiles, rows * tiles)
+    for i in range(rows):
+        mean = tree(runs[i * number : (i + 1) * number], number, work) / F32(stop - start)
+        _average(row, i * tiles + start // width, b2, not_b2, mean)
+    for k in range(number):
+        left = start + k * RUN
+        square[k] = tree(factors[left : left + RUN], min(RUN, stop - left), work)
+    norm = tree(square, number, work) / F32(stop - start)
+    norm = TINY if norm < TINY else norm
+    for c in range(start, stop):
+        factors[c] = np.sqrt(factors[c] / norm)
+
+
+@compiled
+def _row_tile(leaf, tile):
+    """First row over all batches, rows, first row of its batch, and number in its batch, of a row tile."""
+    height = leaf[TILE_ROWS]
+    tiles = max(1, leaf[ROWS] // height)
+    local = tile % tiles
+    batch_row = tile // tiles * leaf[ROWS]
+    rows = leaf[ROWS] - local * height if local == tiles - 1 else height
+    return batch_row + local * height, rows, batch_row, local
+
+
+@compiled
+def _update_rows(leaf, scalars, code, options, first_row, rows, start, stop, scratch, factors):
+    """Step columns `start..stop` of some rows of a quantized leaf, block by block.
+
+    `code` is a `cpu.Codebook`, `options` is `(negate, scaled, from_stored)`, and `factors` holds the
+    `sqrt(col / mean(col))` of every column of a factored leaf.
+    """
+    g, m, root, work = scratch[0], scratch[1], scratch[2], scratch[3]
+    negate, scaled, from_stored = options
+    book, cells, bounds, comparisons, zeros = code
+    columns, block, policy, width = leaf[COLUMNS], leaf[BLOCK], leaf[POLICY], leaf[TILE_COLUMNS]
+    blocks, tiles = -(-columns // block), -(-columns // width)
+    for r in range(first_row, first_row + rows):
+        for left in range(start, stop, block):
+            count, first, index = min(block, stop - left), r * columns + left, r * blocks + left // block
+            _load_grad(leaf, scalars, negate, scaled, first, count, g)
+            if policy == DENSE:
+                _dense_root(leaf, scalars, first, count, g, root)
+            elif policy == BLOCKS:
+                _block_root(leaf, scalars, index, count, g, root, work)
+            else:
+                row = floats(leaf[NU] + 4 * r * tiles, tiles)
+                for tile in range(left // width, (left + count - 1) // width + 1):
+                    shared = np.sqrt(row[tile])
+                    for c in range(max(left, tile * width), min(left + count, (tile + 1) * width)):
+                        root[c - left] = shared * factors[c]
+            _moment(leaf, scalars, book, cells, bounds, comparisons, zeros, from_stored, index, first, count, g, m)
+            _apply(leaf, scalars, first, count, m, root, work)
+
+
+@compiled
+def _factored(leaf, scalars, code, options, tile, first_tile, last_tile, scratch, levels, factors, runs):
+    """Step column tiles `first_tile..last_tile` of a row tile; each in one go where blocks do not cross its edges."""
+    columns, width = leaf[COLUMNS], leaf[TILE_COLUMNS]
+    first_row, rows, _, _ = _row_tile(leaf, tile)
+    fits = width % leaf[BLOCK] == 0 or width >= columns
+    for k in range(first_tile, last_tile):
+        start, stop = k * width, min((k + 1) * width, columns)
+        _tile_statistics(leaf, scalars, options[0], options[1], tile, start, stop, scratch, levels, factors, runs)
+        if fits:
+            _update_rows(leaf, scalars, code, options, first_row, rows, start, stop, scratch, factors)
+    if not fits:
+        _update_rows(leaf, scalars, code, options, first_row, rows, 0, columns, scratch, factors)
+
+
+@compiled
+def step(tasks, table, scalars, code, options, sizes):
+    """Do the tasks, rows `(leaf, first, last, first, last)`, one after the other.
+
+    Args:
+        tasks: int64 `[n, 5]`: entries of a dense leaf; a row tile and column tiles of a factored one; rows and columns
+            of another.
+        table: int64 `[leaves, FIELDS]`.
+        scalars: fp32 `[leaves, 10]`.
+        code: the codebook, see `cpu.Codebook`.
+        options: `(negate, scaled, from_stored)`.
+        sizes: `(entries of a block, columns, runs of a row, runs of a tile)`, the most of any leaf.
+    """
+    scratch = np.empty((4, max(RUN, sizes[0], sizes[2])), F32)
+    levels = np.empty((LEVELS, RUN), F32)
+    factors = np.empty(sizes[1], F32)
+    runs = np.empty(sizes[3], F32)
+    for n in range(tasks.shape[0]):
+        index, first, last, left, right = tasks[n]
+        leaf, own = table[index], scalars[index]
+        if leaf[POLICY] == DENSE_LEAF:
+            _dense_leaf(leaf, own, options[0], options[1], first, last, scratch)
+        elif leaf[POLICY] == FACTORED:
+            _factored(leaf, own, code, options, first, left, right, scratch, levels, factors, runs)
+        else:
+            _update_rows(leaf, own, code, options, first, last - first, left, right, scratch, factors)
