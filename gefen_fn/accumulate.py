@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Updates, made
-from gefen_fn.tree import Tree, check_floating, map_update, tree_leaves, tree_map
+from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Updates, check_transform, made
+from gefen_fn.scalar import check_int, check_state
+from gefen_fn.tree import Tree, check_floating, check_leaves, map_update, tree_leaves, tree_map
 
 ShouldSkip = Callable[[Updates, Tensor, Params | None], tuple[Any, Tree]]
 
@@ -56,15 +57,17 @@ def MultiSteps(  # optax's name
             nothing and gives zero updates.
 
     Raises:
-        ValueError: if k < 1.
+        TypeError: if `opt` is not a transform.
+        ValueError: if k is not an int of at least 1.
         RuntimeError: at update under torch.vmap or torch.compile, unless k is the int 1 and nothing is skipped.
     """
-    every_step = every_k_schedule == 1
+    check_transform(opt)
     if not callable(every_k_schedule):
         _check_k(every_k_schedule)
+    every_step = every_k_schedule == 1
 
     def init(params: Params) -> MultiStepsState:
-        sums = () if every_step else tree_map(_zero, params)
+        sums = () if every_step else _zeros(params)
         counts = () if every_step else tree_map(lambda _: _counter(), params, skip_none=False)
         skip_state = ()
         if should_skip_update_fn is not None:
@@ -85,10 +88,10 @@ def MultiSteps(  # optax's name
     def accumulate(
         updates: Updates, state: MultiStepsState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, MultiStepsState]:
-        k = every_k_schedule(state.gradient_step) if callable(every_k_schedule) else every_k_schedule
+        k = int(every_k_schedule(state.gradient_step)) if callable(every_k_schedule) else every_k_schedule
         _check_k(k)
         state = _add(updates, state)
-        if int(state.mini_step) < int(k):
+        if int(state.mini_step) < k:
             return _zeros(updates), state._replace(updated=_flag(False))
         grads = _emit(updates, state, use_grad_mean)
         cleared = state._replace(
@@ -100,6 +103,7 @@ def MultiSteps(  # optax's name
     def update(
         updates: Updates, state: MultiStepsState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, MultiStepsState]:
+        check_state(state, MultiStepsState)
         if every_step and should_skip_update_fn is None:
             return step(updates, state, params, **extra)
         _refuse_tracing("MultiSteps", "Keep it outside, or use every_k_schedule=1.")
@@ -133,11 +137,12 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
         max_consecutive_errors: how many such steps in a row are left out; the next one is let through.
 
     Raises:
-        ValueError: if `max_consecutive_errors` is negative.
+        TypeError: if `inner` is not a transform.
+        ValueError: if `max_consecutive_errors` is not an int of at least 0.
         RuntimeError: at update under torch.vmap or torch.compile.
     """
-    if max_consecutive_errors < 0:
-        raise ValueError(f"`max_consecutive_errors` must be >= 0: got {max_consecutive_errors}. 0 lets all through.")
+    check_transform(inner)
+    check_int("max_consecutive_errors", max_consecutive_errors, 0, "0 lets all through.")
 
     def init(params: Params) -> ApplyIfFiniteState:
         return ApplyIfFiniteState(_counter(), _flag(True), _counter(), inner.init(params))
@@ -145,6 +150,7 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
     def update(
         updates: Updates, state: ApplyIfFiniteState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, ApplyIfFiniteState]:
+        check_state(state, ApplyIfFiniteState)
         _refuse_tracing("apply_if_finite", "Keep it outside, or use zero_nans.")
         finite = _all_finite(updates)
         in_a_row = torch.zeros_like(state.notfinite_count) if finite else state.notfinite_count + 1
@@ -184,6 +190,7 @@ def _zero(x: Tensor) -> Tensor:
 
 
 def _zeros(updates: Updates) -> Updates:
+    check_leaves(updates)
     return tree_map(_zero, updates)
 
 
@@ -197,13 +204,13 @@ def _flag(value: bool) -> Tensor:
 
 def _all_finite(updates: Updates) -> bool:
     """One read of the device for the whole tree."""
+    check_leaves(updates)
     flags = [torch.isfinite(u).all() for u in tree_leaves(updates) if u is not None]
     return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
 
 def _check_k(k: Any) -> None:
-    if int(k) < 1:
-        raise ValueError(f"`every_k_schedule` must be >= 1: got {int(k)}. Use 1 to update at every step.")
+    check_int("every_k_schedule", k, 1, "Use 1 to update at every step.")
 
 
 def _refuse_tracing(name: str, fix: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from gefen_fn.scalar import check_state
 from gefen_fn.tree import Tree, check_floating, tree_map
 
 Params = Tree
@@ -52,6 +53,15 @@ class GradientTransformation(NamedTuple):
 
 
 GradientTransformationExtraArgs = GradientTransformation
+
+
+def check_transform(tx: Any) -> None:
+    """Raise `TypeError` unless `tx` is a pair of functions."""
+    if not (isinstance(tx, tuple) and len(tx) == 2 and all(map(callable, tx))):
+        raise TypeError(
+            f"A transform must be a pair (init, update): got {type(tx).__name__}. "
+            "Call the constructor, as in `chain(scale(0.1))`, and unpack lists with `*`."
+        )
 
 
 def with_extra_args_support(tx: GradientTransformation) -> GradientTransformationExtraArgs:
@@ -119,6 +129,7 @@ def stateless(f: Callable[[Updates, Params | None], Updates], recipe: Recipe | N
     def update(
         updates: Updates, state: EmptyState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, EmptyState]:
+        check_state(state, EmptyState)
         return f(updates, params), state
 
     return made(recipe or Recipe("stateless", (f,)), init, update)
@@ -151,14 +162,23 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     """
 
     def add(u: Tensor | None, p: Tensor | None) -> Tensor | None:
-        if u is None or p is None:
-            return p
-        check_floating(u, p)
-        return add_rounded(p, u)
+        if p is None:
+            return None
+        check_floating(p if u is None else u, p)
+        return p if u is None else add_rounded(p, u)
 
     return tree_map(add, updates, params, skip_none=False)
 
 
 def incremental_update(new_tensors: Params, old_tensors: Params, step_size: Scalar) -> Params:
-    """Polyak average: `step_size * new + (1 - step_size) * old`, leaf by leaf."""
-    return tree_map(lambda new, old: step_size * new + (1.0 - step_size) * old, new_tensors, old_tensors)
+    """Polyak average: `step_size * new + (1 - step_size) * old`, leaf by leaf.
+
+    Raises:
+        StructureError: if the trees or the shapes of two leaves differ.
+    """
+
+    def mix(new: Tensor, old: Tensor) -> Tensor:
+        check_floating(new, old)
+        return step_size * new + (1.0 - step_size) * old
+
+    return tree_map(mix, new_tensors, old_tensors)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from gefen_fn.scalar import check_int
 from gefen_fn.tree import Tree, broadcast, check_floating, tree_map
 from gefen_kernels.block_search import find_block
 
@@ -118,8 +119,7 @@ def layouts(block: Blocks, tree: Tree) -> Tree:
 
 def check_block(block: object) -> None:
     """Raise `ValueError` unless `block` is a positive int."""
-    if not isinstance(block, int) or isinstance(block, bool) or block < 1:
-        raise ValueError(f"`block` must be an int of at least 1: got {block!r}. Use 256, or a tree of ints per leaf.")
+    check_int("block", block, 1, "Use 256, or a tree of ints per leaf.")
 
 
 def find_blocks(grads: Tree, *, rule: str = "variance_drop", fallback: bool = True, rowwise: bool = True) -> Tree:

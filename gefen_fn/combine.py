@@ -3,9 +3,9 @@
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
-from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Updates, made
+from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Updates, check_transform, made
 from gefen_fn.scalar import check_state
-from gefen_fn.tree import StructureError, Tree, leaf_choices, tree_leaves, tree_structure, tree_unflatten
+from gefen_fn.tree import StructureError, Tree, leaf_choices, tree_leaves, tree_parts, tree_structure, tree_unflatten
 
 Mask = Tree | Callable[[Params], Tree]
 Labels = Tree | Callable[[Params], Tree]
@@ -23,14 +23,6 @@ class PartitionState(NamedTuple):
     inner_states: dict[Any, OptState]
 
 
-def _check_transform(tx: Any) -> None:
-    if not (isinstance(tx, tuple) and len(tx) == 2 and all(map(callable, tx))):
-        raise TypeError(
-            f"A stage must be a pair (init, update): got {type(tx).__name__}. "
-            "Call the constructor, as in `chain(scale(0.1))`, and unpack lists with `*`."
-        )
-
-
 def chain(*txs: GradientTransformation) -> GradientTransformation:
     """Apply transforms from left to right; the state is a tuple, one entry per transform.
 
@@ -39,7 +31,7 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         StructureError: from `update`, if the state is not a tuple of that length.
     """
     for tx in txs:
-        _check_transform(tx)
+        check_transform(tx)
 
     def init(params: Params) -> tuple[OptState, ...]:
         return tuple(tx.init(params) for tx in txs)
@@ -76,6 +68,12 @@ def named_chain(*txs: tuple[str, GradientTransformation]) -> GradientTransformat
         ValueError: if a name stands twice.
         TypeError: if an argument is not such a pair.
     """
+    for pair in txs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(
+                f"Stages must be pairs (name, transform): got {type(pair).__name__}. "
+                'Write `named_chain(("clip", clip(1.0)))`.'
+            )
     names = [name for name, _ in txs]
     if len(set(names)) != len(names):
         raise ValueError(f"Names must differ: got {names}. Rename the repeated stage.")
@@ -100,12 +98,12 @@ def _resolve(choice: Any, updates: Tree, params: Params | None) -> list[Any]:
     return leaf_choices(choice(updates if params is None else params) if callable(choice) else choice, updates)
 
 
-def _select(tree: Tree | None, choices: list[Any], value: Any) -> Tree | None:
-    """`tree` with `None` wherever the choice is not `value`."""
+def _select(updates: Tree, tree: Tree | None, picked: list[bool]) -> Tree | None:
+    """`tree`, which is like `updates`, with `None` at the leaves that are not picked."""
     if tree is None:
         return None
-    leaves = [x if c == value else None for x, c in zip(tree_leaves(tree), choices, strict=True)]
-    return tree_unflatten(tree_structure(tree), leaves)
+    leaves = [x if keep else None for x, keep in zip(tree_parts(updates, tree), picked, strict=True)]
+    return tree_unflatten(tree_structure(updates), leaves)
 
 
 def _merge(updates: Tree, picks: list[int], *sources: Tree) -> Tree:
@@ -132,18 +130,18 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         TypeError: if `inner` is not a transform, or the mask holds something other than bools.
         StructureError: if the mask does not fit the params.
     """
-    _check_transform(inner)
+    check_transform(inner)
 
     def init(params: Params) -> MaskedState:
-        return MaskedState(inner.init(_select(params, _bools(_resolve(mask, params, params)), True)))
+        return MaskedState(inner.init(_select(params, params, _bools(_resolve(mask, params, params)))))
 
     def update(
         updates: Updates, state: MaskedState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, MaskedState]:
         check_state(state, MaskedState)
         keep = _bools(_resolve(mask, updates, params))
-        shown = _select(updates, keep, True)
-        new, inner_state = inner.update(shown, state.inner_state, _select(params, keep, True), **extra)
+        shown = _select(updates, updates, keep)
+        new, inner_state = inner.update(shown, state.inner_state, _select(updates, params, keep), **extra)
         return _merge(updates, [int(k) for k in keep], updates, new), MaskedState(inner_state)
 
     return made(Recipe("masked", (inner, mask)), init, update)
@@ -161,31 +159,36 @@ def partition(transforms: Mapping[Hashable, GradientTransformation], param_label
         ValueError: from `init` or `update`, if a label has no transform.
         StructureError: if the labels do not fit the params.
     """
+    if not isinstance(transforms, Mapping):
+        raise TypeError(f"`transforms` must be a dict by label: got {type(transforms).__name__}. Give each a label.")
     for tx in transforms.values():
-        _check_transform(tx)
-    index = {label: i for i, label in enumerate(transforms)}
+        check_transform(tx)
+    known = list(transforms)
 
-    def labels_of(updates: Tree, params: Params | None) -> list[Any]:
+    def picks_of(updates: Tree, params: Params | None) -> list[int]:
         labels = _resolve(param_labels, updates, params)
-        unknown = {str(label) for label in labels if label not in index}
+        unknown = {str(label) for label in labels if label not in known}
         if unknown:
-            raise ValueError(f"Every label needs a transform: got {sorted(unknown)}. Known are {list(index)}.")
-        return labels
+            raise ValueError(f"Every label needs a transform: got {sorted(unknown)}. Known are {known}.")
+        return [known.index(label) for label in labels]
 
     def init(params: Params) -> PartitionState:
-        labels = labels_of(params, params)
-        return PartitionState({k: tx.init(_select(params, labels, k)) for k, tx in transforms.items()})
+        picks = picks_of(params, params)
+        shown = [_select(params, params, [pick == i for pick in picks]) for i in range(len(known))]
+        return PartitionState({k: transforms[k].init(part) for k, part in zip(known, shown, strict=True)})
 
     def update(
         updates: Updates, state: PartitionState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, PartitionState]:
         check_state(state, PartitionState)
-        labels = labels_of(updates, params)
+        _check_names(sorted(map(str, known)), sorted(map(str, state.inner_states)))
+        picks = picks_of(updates, params)
         outs, states = [], {}
-        for k, tx in transforms.items():
-            shown = _select(updates, labels, k), state.inner_states[k], _select(params, labels, k)
+        for i, (k, tx) in enumerate(transforms.items()):
+            mine = [pick == i for pick in picks]
+            shown = _select(updates, updates, mine), state.inner_states[k], _select(updates, params, mine)
             out, states[k] = tx.update(*shown, **extra)
             outs.append(out)
-        return _merge(updates, [index[k] for k in labels], *outs), PartitionState(states)
+        return _merge(updates, picks, *outs), PartitionState(states)
 
     return made(Recipe("partition", (dict(transforms), param_labels)), init, update)

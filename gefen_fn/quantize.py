@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts
-from gefen_fn.tree import StructureError, Tree, broadcast, check_floating, tree_leaves, tree_map
+from gefen_fn.tree import StructureError, Tree, broadcast, check_leaves, tree_leaves, tree_map
 from gefen_kernels import reference
 
+LEVELS = 256
 ZERO_CODE = 128
 
 
@@ -27,8 +28,25 @@ def quantized_zeros(like: Tensor, layout: LeafLayout) -> Quantized:
     return Quantized(codes, like.new_zeros(shape, dtype=torch.float32))
 
 
+def is_codebook(x: Any) -> bool:
+    """Whether `x` is fp32 `[256]`, finite and non-decreasing, from -1 to 1."""
+    if not isinstance(x, Tensor) or x.shape != (LEVELS,) or x.dtype != torch.float32:
+        return False
+    return bool((x[:1] == -1) & (x[-1:] == 1) & (x.diff() >= 0).all())
+
+
 def tie_rule(codebook: Tensor) -> reference.Ties:
-    """How a tie at a midpoint falls: `"zero"` (toward it) for a symmetric codebook, else `"published"` (downwards)."""
+    """How a tie at a midpoint falls: `"zero"` (toward it) for a symmetric codebook, else `"published"` (downwards).
+
+    Raises:
+        ValueError: if it is no codebook.
+    """
+    if not is_codebook(codebook):
+        came = f"{codebook.dtype} {tuple(codebook.shape)}" if isinstance(codebook, Tensor) else repr(codebook)
+        raise ValueError(
+            f"`codebook` must be fp32 [256], non-decreasing from -1 to 1: got {came}. "
+            "Use `learn_codebook(gradient_histogram(grads))`, and pad fewer levels by repeating zero."
+        )
     return "zero" if torch.equal(codebook, -codebook.flip(0)) else "published"
 
 
@@ -37,7 +55,7 @@ def quantize(tree_or_tensor: Tree, codebook: Tensor, *, block: Blocks = DEFAULT_
 
     Args:
         tree_or_tensor: real floating-point tensors; `None` stays `None`.
-        codebook: fp32 `[256]`, non-decreasing.
+        codebook: fp32 `[256]`, non-decreasing from -1 to 1.
         block: entries per block: an int, a tree of ints, or `FlatBlocks`.
 
     Returns:
@@ -45,11 +63,9 @@ def quantize(tree_or_tensor: Tree, codebook: Tensor, *, block: Blocks = DEFAULT_
 
     Raises:
         StructureError: if a leaf is not a dense floating-point tensor.
-        ValueError: if a block length is not a positive int.
+        ValueError: if a block length is not a positive int, or `codebook` no codebook.
     """
-    for x in tree_leaves(tree_or_tensor):
-        if x is not None:
-            check_floating(x)
+    check_leaves(tree_or_tensor)
     ties = tie_rule(codebook)
 
     def encode(x: Tensor, layout: LeafLayout) -> Quantized:
@@ -163,9 +179,7 @@ def gradient_histogram(grads: Tree, *, block: Blocks = DEFAULT_BLOCK) -> Tensor:
     Raises:
         StructureError: if a leaf is not a dense floating-point tensor.
     """
-    for g in tree_leaves(grads):
-        if g is not None:
-            check_floating(g)
+    check_leaves(grads)
     pairs = zip(tree_leaves(grads), tree_leaves(layouts(block, grads)), strict=True)
     kept = [(g, layout) for g, layout in pairs if g is not None and not layout.dense]
     total = torch.zeros(4096, dtype=torch.int64, device=kept[0][0].device if kept else None)

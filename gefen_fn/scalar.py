@@ -4,15 +4,24 @@ Scalars are float64 and are rounded once, where they meet a tensor. No function 
 transform may be built from traced scalars inside `torch.compile` and `torch.vmap`.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gefen_fn.tree import StructureError, Tree, broadcast
+from gefen_fn.tree import StructureError, Tree, broadcast, tree_leaves
 
 Scalar = float | Tensor
+
+
+@dataclass(frozen=True)
+class Hyperparameter:
+    """Stands in a recipe for the value that the state holds under this name."""
+
+    name: str
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -61,25 +70,58 @@ def new_count() -> Tensor:
     return torch.zeros((), dtype=torch.int32, device="cpu")
 
 
-def _check(value: Any, holds: Callable[[float], bool], rule: str, fix: str) -> None:
-    if isinstance(value, (int, float)) and not holds(value):
-        raise ValueError(f"{rule} must hold: got {value!r}. {fix}")
+def check_number(value: Any, holds: Callable[[float], bool], rule: str, fix: str) -> None:
+    """Refuse a hyperparameter that is no number, 0-dim tensor, schedule or tree of those, or a number out of range.
+
+    Args:
+        value: the argument; tensors and schedules are not read.
+        holds: what a number must satisfy.
+        rule: the same in words, with the argument's name.
+        fix: what to do.
+
+    Raises:
+        ValueError: if it is none, or does not hold.
+    """
+    if callable(value) or isinstance(value, Hyperparameter):
+        return
+    for x in [value] if value is None else (x for x in tree_leaves(value) if x is not None):
+        fits = (
+            x.ndim == 0 if isinstance(x, Tensor) else type(x) is not bool and isinstance(x, (int, float)) and holds(x)
+        )
+        if not fits:
+            raise ValueError(
+                f"{rule} must hold for a number, a 0-dim tensor, a schedule or a tree of those: got {x!r}. {fix}"
+            )
 
 
 def check_decay(name: str, value: Any) -> None:
-    """Raise `ValueError` unless `0 <= value < 1`; tensors, trees and schedules pass unread."""
-    _check(value, lambda v: 0 <= v < 1, f"0 <= {name} < 1", "A decay near 1 averages longer; 0.9 is usual.")
+    """Raise `ValueError` unless `0 <= value < 1`."""
+    fix = "A decay near 1 averages longer; 0.9 is usual."
+    check_number(value, lambda v: 0 <= v < 1, f"0 <= {name} < 1", fix)
 
 
 def check_nonnegative(name: str, value: Any) -> None:
-    """Raise `ValueError` unless `0 <= value < inf`; tensors, trees and schedules pass unread."""
+    """Raise `ValueError` unless `0 <= value < inf`."""
     fix = "Give the size only; `scale_by_learning_rate` applies the sign."
-    _check(value, lambda v: 0 <= v < float("inf"), f"0 <= {name} < inf", fix)
+    check_number(value, lambda v: 0 <= v < math.inf, f"0 <= {name} < inf", fix)
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raise `ValueError` unless `value > 0`; tensors, trees and schedules pass unread."""
-    _check(value, lambda v: v > 0, f"{name} > 0", "Leave this stage out of the chain to switch it off.")
+    """Raise `ValueError` unless `value > 0`."""
+    fix = "Leave this stage out of the chain to switch it off."
+    check_number(value, lambda v: v > 0, f"{name} > 0", fix)
+
+
+def check_int(name: str, value: Any, least: int, fix: str) -> None:
+    """Raise `ValueError` unless `value` is an int of at least `least`."""
+    if type(value) is bool or not isinstance(value, int) or value < least:
+        raise ValueError(f"`{name}` must be an int of at least {least}: got {value!r}. {fix}")
+
+
+def check_dtype(name: str, value: Any) -> None:
+    """Raise `ValueError` unless `value` is `None` or a floating dtype."""
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise ValueError(f"`{name}` must be a floating dtype: got {value!r}. Use torch.bfloat16, or None for fp32.")
 
 
 def check_state(state: Any, kind: type) -> None:

@@ -1,5 +1,6 @@
 """Scaling, decay, momentum and averages."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ from gefen_fn.scalar import (
     Scalar,
     bias_correction,
     check_decay,
+    check_dtype,
     check_nonnegative,
+    check_number,
     check_state,
     moving_average,
     multiply,
@@ -32,7 +35,7 @@ from gefen_fn.scalar import (
     rounded,
     wide_dtype,
 )
-from gefen_fn.tree import Tree, check_floating, map_update, tree_map
+from gefen_fn.tree import Tree, check_floating, check_leaves, map_update, tree_map
 
 TreeRule = Callable[[Updates, Any, Params | None], Updates]
 
@@ -111,7 +114,11 @@ def scale(step_size: Scalar | Tree) -> GradientTransformation:
 
     Args:
         step_size: a number, a 0-dim tensor, or a tree of those, one per leaf.
+
+    Raises:
+        ValueError: if a number is not finite.
     """
+    check_number(step_size, math.isfinite, "-inf < step_size < inf", "A factor below 0 turns the sign.")
     return by_scalar("scale", step_size, by_leaf(_ascend))
 
 
@@ -178,7 +185,12 @@ def need_params(params: Params | None, name: str) -> Params:
 
 
 def moments(params: Params, dtype: torch.dtype | None) -> Tree:
-    """Zeros like every parameter, in `dtype` or fp32; on meta parameters they are meta too."""
+    """Zeros like every parameter, in `dtype` or fp32; on meta parameters they are meta too.
+
+    Raises:
+        StructureError: if a leaf is not a dense floating-point tensor.
+    """
+    check_leaves(params)
     return tree_map(lambda p: torch.zeros_like(p, dtype=dtype or torch.float32, requires_grad=False), params)
 
 
@@ -199,9 +211,10 @@ def trace(
         accumulator_dtype: dtype that stores the trace, fp32 if None. Updates are fp32 in any case.
 
     Raises:
-        ValueError: if `decay` is out of range.
+        ValueError: if `decay` is out of range, or the dtype is no floating one.
     """
     check_decay("decay", decay)
+    check_dtype("accumulator_dtype", accumulator_dtype)
 
     def init(params: Params) -> TraceState:
         return TraceState(moments(params, accumulator_dtype))
@@ -233,9 +246,10 @@ def ema(
         accumulator_dtype: dtype that stores the average, fp32 if None. Updates are fp32 in any case.
 
     Raises:
-        ValueError: if `decay` is out of range.
+        ValueError: if `decay` is out of range, or the dtype is no floating one.
     """
     check_decay("decay", decay)
+    check_dtype("accumulator_dtype", accumulator_dtype)
 
     def init(params: Params) -> EmaState:
         return EmaState(counts(params), moments(params, accumulator_dtype))

@@ -110,9 +110,9 @@ class Factored:
 
     def __post_init__(self) -> None:
         """Check the tile."""
-        sides = self.tile if isinstance(self.tile, tuple) else (self.tile,) * 2
-        whole = [side is None or (type(side) is int and side > 0) for side in sides]
-        if len(sides) != 2 or not all(whole) or (rows := sides[0]) is not None and rows & (rows - 1):
+        fits = self.tile is None or (isinstance(self.tile, tuple) and len(self.tile) == 2)
+        fits = fits and all(side is None or (type(side) is int and side > 0) for side in self.sides)
+        if not fits or (self.sides[0] or 1) & ((self.sides[0] or 1) - 1):
             raise ValueError(
                 f"`tile` must be (Tr, Tc), Tr a power of two: got {self.tile!r}. "
                 "Use (128, 256), or None for a whole side."

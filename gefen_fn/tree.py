@@ -89,15 +89,23 @@ def map_update(
     Raises:
         StructureError: if the trees disagree, or a gradient is not a dense floating-point tensor.
     """
+    check_leaves(updates)
     leaves, spec = _flatten(updates)
     columns = [_match(spec, s) for s in (*states, *others)]
-    for x in leaves:
-        if x is not None:
-            check_floating(x)
     rows = list(zip(leaves, *columns, strict=True))
-    out = [(None, *row[1 : 1 + len(states)]) if row[0] is None else f(*row) for row in rows]
+    out = [_skip(*row[1 : 1 + len(states)]) if row[0] is None else f(*row) for row in rows]
     trees = [tree_unflatten(spec, column) for column in zip(*out, strict=True)] if out else [updates, *states]
     return trees[0], tuple(trees[1:])
+
+
+def _skip(*state: Any) -> tuple[Any, ...]:
+    """What `map_update` returns for a leaf without gradient."""
+    if state and isinstance(state[0], (dict, list)):
+        raise StructureError(
+            f"`None` stands for one leaf: got it for a whole {type(state[0]).__name__}. "
+            "Pass the tree of gradients, with `None` at the leaves that have none."
+        )
+    return None, *state
 
 
 def tree_paths(tree: Tree) -> list[str]:
@@ -119,6 +127,15 @@ def broadcast(value: Any, tree: Tree, is_leaf: Callable[[Any], bool] | None = No
     return tree_map(lambda _, v: v, tree, value, skip_none=False, is_leaf=is_leaf)
 
 
+def tree_parts(tree: Tree, other: Tree) -> list[Any]:
+    """What stands in `other` at each leaf of `tree`, in order.
+
+    Raises:
+        StructureError: if `tree` is no prefix of `other`.
+    """
+    return _match(tree_structure(tree), other)
+
+
 def leaf_choices(prefix: Tree, tree: Tree) -> list[Any]:
     """The choice in `prefix` for each leaf of `tree`, in order; a leaf of `prefix` may stand for a whole subtree.
 
@@ -133,16 +150,24 @@ def leaf_choices(prefix: Tree, tree: Tree) -> list[Any]:
         return [head for head, part in zip(heads, parts, strict=True) for _ in tree_leaves(part)]
 
 
-def check_floating(x: Any, like: Tensor | None = None) -> None:
+def check_leaves(tree: Tree) -> None:
+    """`check_floating` for every leaf that is not `None`."""
+    for x in tree_leaves(tree):
+        if x is not None:
+            check_floating(x)
+
+
+def check_floating(x: Any, like: Any = None) -> None:
     """Refuse what no transform can take, before anything changes.
 
     Raises:
-        StructureError: if `x` is not a dense real floating-point tensor, or not of `like`'s shape.
+        StructureError: if `x` is not a dense real floating-point tensor, or not of the shape of the tensor `like`.
     """
-    if not isinstance(x, Tensor):
-        raise StructureError(
-            f"Leaves must be tensors or None: got {type(x).__name__}. Check the order of the arguments."
-        )
+    for leaf in (x,) if like is None else (x, like):
+        if not isinstance(leaf, Tensor):
+            raise StructureError(
+                f"Leaves must be tensors or None: got {type(leaf).__name__}. Check the order of the arguments."
+            )
     if x.layout != torch.strided:
         raise StructureError(f"Gradients must be dense: got layout {x.layout}. Use sparse=False, or `.to_dense()`.")
     if not x.is_floating_point():
