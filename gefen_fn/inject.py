@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Schedule, Updates, made
+from gefen_fn.scalar import Hyperparameter, check_state, new_count
 from gefen_fn.tree import StructureError
 
 P = ParamSpec("P")
@@ -26,12 +27,6 @@ class InjectHyperparamsState(NamedTuple):
     inner_state: OptState
 
 
-class Hyperparameter(NamedTuple):
-    """Stands in a recipe for the value that the state holds under this name."""
-
-    name: str
-
-
 def inject_hyperparams(
     inner_factory: Callable[..., GradientTransformation],
     static_args: str | Iterable[str] = (),
@@ -40,8 +35,9 @@ def inject_hyperparams(
     """Let a transform's hyperparameters be read from its state, where the caller may change them.
 
     Floats, 0-dim floating tensors and schedules are injected; ints, bools, strings, policies, masks and bigger tensors
-    stay as they are. A schedule is evaluated at the number of calls so far, 0 at the first. `init` and `update` build
-    the transform anew from the state's values.
+    stay as they are. A schedule is evaluated at the number of calls so far, 0 at the first. The transform is built once
+    from the numbers as they were given, so that its checks run now, and anew from the state's values by `init` and
+    `update`.
 
     Args:
         inner_factory: builds a transform, such as `adamw`.
@@ -51,13 +47,19 @@ def inject_hyperparams(
 
     Returns:
         A function of `inner_factory`'s arguments. The `update` of the transform it returns carries `hyperparams`, the
-        names of the injected values that are no schedules, and `defaults`, those of them given as numbers.
+        names of the injected values that are no schedules, `defaults`, those of them given as numbers, and `rebuild`,
+        which builds the inner transform with some of those values replaced.
 
     Raises:
         ValueError: if `static_args` names no argument of `inner_factory`.
-        TypeError: if the arguments do not fit `inner_factory`.
+        TypeError: if `inner_factory` is not a function, or the arguments do not fit it.
         StructureError: at update, if the state holds other hyperparameters.
     """
+    if not callable(inner_factory):
+        raise TypeError(
+            f"The factory must be a function: got {type(inner_factory).__name__}. "
+            "Pass the constructor and then its arguments, as in `inject_hyperparams(adamw)(1e-3)`."
+        )
     signature = inspect.signature(inner_factory)
     static = (static_args,) if isinstance(static_args, str) else tuple(static_args)
     _check_names(static, signature)
@@ -70,7 +72,10 @@ def inject_hyperparams(
         schedules = {name: value for name, value in given.items() if _is_schedule(name, value)}
         numbers = {name: value for name, value in given.items() if _is_number(value)}
         factory = _Factory(inner_factory, bound)
+        start = _scheduled(schedules, new_count(), dtype)
+        factory(start)
         tx = _injected(factory, schedules, numbers, dtype)
+        tx.update.rebuild = lambda values: factory({**start, **values})  # type: ignore[attr-defined]
         tx.update.hyperparams = tuple(numbers)  # type: ignore[attr-defined]
         tx.update.defaults = {k: v for k, v in numbers.items() if isinstance(v, float)}  # type: ignore[attr-defined]
         return tx
@@ -100,23 +105,26 @@ def takes_schedules(factory: Callable[P, GradientTransformation]) -> Callable[P,
 def _injected(
     factory: "_Factory", schedules: dict[str, Schedule], numbers: dict[str, Any], dtype: torch.dtype
 ) -> GradientTransformation:
-    def scheduled(count: Tensor) -> dict[str, Tensor]:
-        return {name: _scalar(f(count), dtype) for name, f in schedules.items()}
-
     def init(params: Params) -> InjectHyperparamsState:
-        count = torch.zeros((), dtype=torch.int32, device="cpu")
-        values = {name: _scalar(value, dtype) for name, value in numbers.items()} | scheduled(count)
+        count = new_count()
+        values = {name: _scalar(value, dtype) for name, value in numbers.items()}
+        values |= _scheduled(schedules, count, dtype)
         return InjectHyperparamsState(count, values, factory(values).init(params))
 
     def update(
         updates: Updates, state: InjectHyperparamsState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, InjectHyperparamsState]:
+        check_state(state, InjectHyperparamsState)
         _check_values(state.hyperparams, {*schedules, *numbers})
-        values = {**state.hyperparams, **scheduled(state.count)}
+        values = {**state.hyperparams, **_scheduled(schedules, state.count, dtype)}
         out, inner = factory(values).update(updates, state.inner_state, params, **extra)
         return out, InjectHyperparamsState(state.count + 1, values, inner)
 
     return made(factory.recipe((*schedules, *numbers)), init, update)
+
+
+def _scheduled(schedules: dict[str, Schedule], count: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: _scalar(f(count), dtype) for name, f in schedules.items()}
 
 
 class _Factory:
