@@ -6,14 +6,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import mangle_type
 
 TARGETS = {
     "cuda 80": GPUTarget("cuda", 80, 32),
@@ -24,20 +23,28 @@ TARGETS = {
 
 
 class Launch(NamedTuple):
-    """A kernel with the arguments that its launcher gave it."""
+    """A kernel with the arguments and options that its launcher gave it."""
 
     kernel: Any
     args: tuple[Any, ...]
     options: dict[str, Any]
-    constants: dict[str, Any]
 
 
 class Usage(NamedTuple):
-    """What a compiled kernel needs: registers of a thread, bytes or registers spilled, and its assembly."""
+    """What a compiled kernel needs: registers of a thread, what it spills of them, and its assembly."""
 
     registers: int
     spills: int
     assembly: str
+
+
+class _Driver:
+    """Stands for a GPU when triton asks what to compile for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.get_current_target = lambda: target
+        self.get_current_device = lambda: target  # under this key a kernel keeps what it has compiled
+        self.get_current_stream = lambda device: 0
 
 
 def interpreted(name: str) -> ModuleType:
@@ -47,47 +54,37 @@ def interpreted(name: str) -> ModuleType:
     this process has imported before. Such kernels may not call what `triton.language` itself defines as kernels
     (`tl.sum`, `tl.max`, `tl.zeros`, `tl.cdiv`): those are as triton was first imported.
     """
-    mine = [key for key in sys.modules if key.startswith("gefen_kernels.triton_")]
-    kept = {key: sys.modules.pop(key) for key in mine}
+    kept = _take_modules()
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         module = importlib.import_module(name)
-    for key in [key for key in sys.modules if key.startswith("gefen_kernels.triton_")]:
-        del sys.modules[key]
+    _take_modules()
     sys.modules.update(kept)
     return module
 
 
-@contextlib.contextmanager
-def recorded(module: ModuleType) -> Iterator[list[Launch]]:
-    """Collect what the module's launchers would launch, instead of launching it."""
+def _take_modules() -> dict[str, ModuleType]:
+    return {key: sys.modules.pop(key) for key in list(sys.modules) if key.startswith("gefen_kernels.triton_")}
+
+
+def recorded(call: Callable[[], object]) -> list[Launch]:
+    """What `call` would launch on a GPU; nothing is launched."""
     launches: list[Launch] = []
-    original = module.launch
 
-    def record(kernel: Any, programs: int, *args: Any, warps: int = 4, **constants: Any) -> None:
-        launches.append(Launch(kernel, args, {"num_warps": warps, "enable_fp_fusion": False}, constants))
+    def record(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
+        launches.append(Launch(kernel, args, options))
 
-    module.launch = record
-    try:
-        yield launches
-    finally:
-        module.launch = original
+    anywhere = mock.patch("gefen_kernels.triton_codec.on_device", lambda x: contextlib.nullcontext())
+    with anywhere, mock.patch.object(triton.JITFunction, "run", record):
+        call()
+    return launches
 
 
 def compiled(launch: Launch, target: GPUTarget) -> Usage:
-    """Compile a launch as triton's own launcher would on the target: aligned arguments are known to be so."""
-    names = launch.kernel.arg_names[: len(launch.args)]
-    given = dict(zip(names, launch.args, strict=True))
-    constants = {key: value for key, value in given.items() if value is None} | launch.constants
-    signature = {key: "constexpr" if key in constants else mangle_type(given[key]) for key in launch.kernel.arg_names}
-    aligned = {
-        (n,): [["tt.divisibility", 16]]
-        for n, arg in enumerate(launch.args)
-        if (arg.data_ptr() if hasattr(arg, "data_ptr") else arg or 1) % 16 == 0
-    }
-    source = ASTSource(launch.kernel, signature, constants, aligned)
-    result = triton.compile(source, target=target, options=launch.options)
-    return _cuda_usage(result.asm) if target.backend == "cuda" else _hip_usage(result.asm["amdgcn"])
+    """Compile a launch as triton would on the target: for these dtypes, alignments, numbers equal to 1 and options."""
+    with mock.patch.object(triton.runtime.driver, "_active", _Driver(target)):
+        kernel = launch.kernel.warmup(*launch.args, grid=(1,), **launch.options)
+    return _cuda_usage(kernel.asm) if target.backend == "cuda" else _hip_usage(kernel.asm["amdgcn"])
 
 
 def _cuda_usage(asm: Any) -> Usage:

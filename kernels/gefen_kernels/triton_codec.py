@@ -1,18 +1,19 @@
 """The reference's block operations as Triton kernels, equal to it bit for bit; one program holds whole blocks.
 
-Every product is rounded before it is added (`enable_fp_fusion=False`) and every division that a code hangs on is an IEEE
-division. The functions of registers (`encode_block`, `decode_block`, `tree_sum_last`, ...) serve other kernels too.
+Every product is rounded before it is added (`enable_fp_fusion=False`), and every division is an IEEE division.
+The functions of registers (`encode_block`, `decode_block`, `tree_sum_last`, ...) serve other kernels too.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.standard import _elementwise_max, _sum_combine
 
 from . import reference
 from .reference import Ties
@@ -20,6 +21,8 @@ from .reference import Ties
 _CELLS = 16384
 _ENTRIES = 2048  # of one program
 _PROGRAMS = 1024  # of a histogram: enough to fill any device, few enough to add up
+# Not `tl.max` and `tl.sum`: kernels that triton made as it was imported, for the compiler or the interpreter alone.
+_larger, _plus = tl.standard._elementwise_max, tl.standard._sum_combine
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -41,16 +44,13 @@ class Search(NamedTuple):
     info: Tensor
 
 
-class Grid(NamedTuple):
-    """How a leaf is dealt to programs; the fields up to `block` are arguments of a kernel, the others its constants."""
+class Blocks(NamedTuple):
+    """The blocks of a leaf: how many in all and in a row, a row's columns and a block's (the last may be shorter)."""
 
-    total: int  # blocks of the leaf
+    total: int
     per_row: int
     columns: int
     block: int
-    BLOCKS: int  # of one program
-    WIDTH: int  # the power of two that a block is padded to
-    WHOLE: bool  # no block is padded
 
 
 # ---- functions of registers
@@ -58,7 +58,7 @@ class Grid(NamedTuple):
 
 @jit
 def widen(x: tl.tensor) -> tl.tensor:
-    """Entries of fp32, bf16 or fp16 as fp32, by bits for bf16: the interpreter's own conversion loses subnormals."""
+    """Entries of fp32, bf16 or fp16 as fp32; bf16 by bits, because triton's interpreter loses its subnormals."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     else:
@@ -74,90 +74,84 @@ def magnitude_bits(x: tl.tensor) -> tl.tensor:
 @jit
 def absmax_last(x: tl.tensor) -> tl.tensor:
     """`[rows, width]` -> `[rows]`: the largest magnitude; NaN where there is one."""
-    return tl.reduce(magnitude_bits(x), 1, _elementwise_max).to(tl.float32, bitcast=True)
+    return tl.reduce(magnitude_bits(x), 1, _larger).to(tl.float32, bitcast=True)
 
 
 @jit
 def tree_sum_last(x: tl.tensor) -> tl.tensor:
     """`[rows, width]` -> `[rows]`: `reference.tree_sum` of the last axis, a power of two; padding must hold zeros."""
-    for level in tl.static_range(20):
+    for _level in tl.static_range(20):
         if x.shape[1] > 1:
-            x = tl.reduce(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2, _sum_combine)
+            x = tl.reduce(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), 2, _plus)
     return tl.reshape(x, [x.shape[0]])
 
 
 @jit
 def tree_sum_first(x: tl.tensor) -> tl.tensor:
     """`[rows, width]` -> `[width]`: `reference.tree_sum` of the first axis, a power of two; padding must hold zeros."""
-    for level in tl.static_range(20):
+    for _level in tl.static_range(20):
         if x.shape[0] > 1:
-            x = tl.reduce(tl.reshape(x, [x.shape[0] // 2, 2, x.shape[1]]), 1, _sum_combine)
+            x = tl.reduce(tl.reshape(x, [x.shape[0] // 2, 2, x.shape[1]]), 1, _plus)
     return tl.reshape(x, [x.shape[1]])
 
 
 @jit
-def below(x: tl.tensor, table: tl.tensor, bounds: tl.tensor, info: tl.tensor) -> tl.tensor:
-    """The number of a `Search`'s bounds below each finite x, int32.
+def below(x: tl.tensor, search: tl.tuple) -> tl.tensor:
+    """The number of bounds below each finite x, int32.
 
-    The cell of x never decreases as x grows, so bounds in earlier cells are below x and those in later ones are not.
+    The cell of x never decreases as x grows: bounds in earlier cells are below x, those in later ones are not.
     """
     cell = tl.minimum(tl.maximum((x + 1.0) * 8192.0, 0.0), 16383.0).to(tl.int32)
-    code = tl.load(table + cell).to(tl.int32)
-    fullest = tl.load(info)
+    code = tl.load(search.table + cell).to(tl.int32)
+    fullest = tl.load(search.info)
     if fullest <= 2:
         for _ in range(fullest):
-            code += (tl.load(bounds + code) < x).to(tl.int32)
+            code += (tl.load(search.bounds + code) < x).to(tl.int32)
     else:
-        code = code * 0
-        for level in tl.static_range(8):
-            code += tl.where(tl.load(bounds + code + ((128 >> level) - 1)) < x, 128 >> level, 0)
+        code, step = code * 0, 128
+        for _ in range(8):
+            code += tl.where(tl.load(search.bounds + code + (step - 1)) < x, step, 0)
+            step = step // 2
     return code
 
 
 @jit
-def with_zero(code: tl.tensor, finite: tl.tensor, info: tl.tensor) -> tl.tensor:
+def with_zero(code: tl.tensor, finite: tl.tensor, search: tl.tuple) -> tl.tensor:
     """uint8 codes: that of zero for entries that are not finite and for every other code of the level 0."""
-    zero, first, last = tl.load(info + 1), tl.load(info + 2), tl.load(info + 3)
+    zero, first, last = tl.load(search.info + 1), tl.load(search.info + 2), tl.load(search.info + 3)
     return tl.where(finite & ((code < first) | (code > last)), code, zero).to(tl.uint8)
 
 
 @jit
-def nearest_code(x: tl.tensor, table: tl.tensor, bounds: tl.tensor, info: tl.tensor) -> tl.tensor:
-    """`reference.nearest` for fp32 entries; the last three are a `Search`."""
+def nearest_code(x: tl.tensor, search: tl.tuple) -> tl.tensor:
+    """`reference.nearest` for fp32 entries."""
     finite = magnitude_bits(x) < 0x7F800000
-    return with_zero(below(tl.where(finite, x, 0.0), table, bounds, info), finite, info)
+    return with_zero(below(tl.where(finite, x, 0.0), search), finite, search)
 
 
 @jit
-def stochastic_code(
-    x: tl.tensor,
-    noise: tl.tensor,
-    book: tl.tensor,
-    table: tl.tensor,
-    bounds: tl.tensor,
-    info: tl.tensor,
-) -> tl.tensor:
-    """The reference's codes rounded up or down by `noise`; the last three are a `Search` of the levels themselves."""
+def stochastic_code(x: tl.tensor, noise: tl.tensor, book: tl.tensor, search: tl.tuple) -> tl.tensor:
+    """The reference's codes rounded up or down by `noise`; the search is for the levels of `book` themselves."""
     finite = magnitude_bits(x) < 0x7F800000
     x = tl.where(finite, x, 0.0)
-    code = below(x, table, bounds, info)
+    code = below(x, search)
     low, high = tl.load(book + code), tl.load(book + code + 1)
     share = tl.div_rn(tl.where(x < 0, high - x, x - low), high - low)
-    return with_zero(code + ((x < 0) != (noise < share)).to(tl.int32), finite, info)
+    return with_zero(code + ((x < 0) != (noise < share)).to(tl.int32), finite, search)
 
 
 @jit
 def scale_last(x: tl.tensor) -> tl.tensor:
-    """`absmax_last`, a value below the smallest normal fp32 being 0."""
+    """`absmax_last`, 0 where it is below the smallest normal fp32."""
     absmax = absmax_last(x)
     return tl.where(magnitude_bits(absmax) < 0x00800000, 0.0, absmax)
 
 
 @jit
-def encode_block(x: tl.tensor, table: tl.tensor, bounds: tl.tensor, info: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def encode_block(x: tl.tensor, search: tl.tuple) -> tuple[tl.tensor, tl.tensor]:
     """Codes (uint8 `[rows, width]`) and absmax (`[rows]`) of fp32 rows, each a block; padding must hold zeros."""
     absmax = scale_last(x)
-    return nearest_code(tl.div_rn(x, absmax[:, None]), table, bounds, info), absmax
+    return nearest_code(tl.div_rn(x, absmax[:, None]), search), absmax
 
 
 @jit
@@ -168,25 +162,19 @@ def decode_block(codes: tl.tensor, absmax: tl.tensor, book: tl.tensor) -> tl.ten
 
 @jit
 def place(
-    program: tl.tensor,
-    total: tl.tensor,
-    per_row: tl.tensor,
-    columns: tl.tensor,
-    block: tl.tensor,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
+    program: tl.tensor, blocks: tl.tuple, COUNT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Offsets and mask of a program's entries `[BLOCKS, WIDTH]`, its blocks and their lengths `[BLOCKS]`; all int64."""
-    index = tl.cast(program, tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    """Offsets and mask of a program's entries `[COUNT, WIDTH]`, its blocks and their lengths `[COUNT]`; all int64."""
+    index = tl.cast(program, tl.int64) * COUNT + tl.arange(0, COUNT)
     column = tl.arange(0, WIDTH)[None, :]
     if WHOLE:
-        first, length = index * WIDTH, tl.full([BLOCKS], WIDTH, tl.int64)
-        mask = tl.broadcast_to(index[:, None] < total, [BLOCKS, WIDTH])
+        first, length = index * WIDTH, tl.full([COUNT], WIDTH, tl.int64)
+        mask = tl.broadcast_to(index[:, None] < blocks.total, [COUNT, WIDTH])
     else:
-        start = index % per_row * block
-        first, length = index // per_row * columns + start, tl.minimum(columns - start, block)
-        mask = (index[:, None] < total) & (column < length[:, None])
+        start = index % blocks.per_row * blocks.block
+        first = index // blocks.per_row * blocks.columns + start
+        length = tl.minimum(blocks.columns - start, blocks.block)
+        mask = (index[:, None] < blocks.total) & (column < length[:, None])
     return first[:, None] + column, mask, index, length
 
 
@@ -195,68 +183,37 @@ def place(
 
 @jit
 def _encode_kernel(
-    x: tl.tensor,
-    noise: tl.tensor,
-    codes: tl.tensor,
-    absmax: tl.tensor,
-    book: tl.tensor,
-    table: tl.tensor,
-    bounds: tl.tensor,
-    info: tl.tensor,
-    total: tl.tensor,
-    per_row: tl.tensor,
-    columns: tl.tensor,
-    block: tl.tensor,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-) -> None:
-    offset, mask, index, _ = place(tl.program_id(0), total, per_row, columns, block, BLOCKS, WIDTH, WHOLE)
+    x: tl.tensor, noise: tl.tensor, codes: tl.tensor, absmax: tl.tensor, book: tl.tensor, search: tl.tuple,
+    blocks: tl.tuple, COUNT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
+) -> None:  # fmt: skip
+    offset, mask, index, _ = place(tl.program_id(0), blocks, COUNT, WIDTH, WHOLE)
     entries = widen(tl.load(x + offset, mask=mask, other=0.0))
-    if STOCHASTIC:
-        largest = scale_last(entries)
-        share = tl.load(noise + offset, mask=mask, other=0.0)
-        code = stochastic_code(tl.div_rn(entries, largest[:, None]), share, book, table, bounds, info)
+    if noise is None:
+        code, largest = encode_block(entries, search)
     else:
-        code, largest = encode_block(entries, table, bounds, info)
+        largest = scale_last(entries)
+        drawn = tl.load(noise + offset, mask=mask, other=0.0)
+        code = stochastic_code(tl.div_rn(entries, largest[:, None]), drawn, book, search)
     tl.store(codes + offset, code, mask=mask)
-    tl.store(absmax + index, largest, mask=index < total)
+    tl.store(absmax + index, largest, mask=index < blocks.total)
 
 
 @jit
 def _decode_kernel(
-    codes: tl.tensor,
-    absmax: tl.tensor,
-    book: tl.tensor,
-    out: tl.tensor,
-    total: tl.tensor,
-    per_row: tl.tensor,
-    columns: tl.tensor,
-    block: tl.tensor,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-) -> None:
-    offset, mask, index, _ = place(tl.program_id(0), total, per_row, columns, block, BLOCKS, WIDTH, WHOLE)
-    scale = tl.load(absmax + index, mask=index < total, other=0.0)
+    codes: tl.tensor, absmax: tl.tensor, book: tl.tensor, out: tl.tensor, blocks: tl.tuple,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
+) -> None:  # fmt: skip
+    offset, mask, index, _ = place(tl.program_id(0), blocks, COUNT, WIDTH, WHOLE)
+    scale = tl.load(absmax + index, mask=index < blocks.total, other=0.0)
     tl.store(out + offset, decode_block(tl.load(codes + offset, mask=mask, other=0), scale, book), mask=mask)
 
 
 @jit
 def _statistic_kernel(
-    x: tl.tensor,
-    out: tl.tensor,
-    total: tl.tensor,
-    per_row: tl.tensor,
-    columns: tl.tensor,
-    block: tl.tensor,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
-    STATISTIC: tl.constexpr,
-) -> None:
-    offset, mask, index, length = place(tl.program_id(0), total, per_row, columns, block, BLOCKS, WIDTH, WHOLE)
+    x: tl.tensor, out: tl.tensor, blocks: tl.tuple,
+    STATISTIC: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
+) -> None:  # fmt: skip
+    offset, mask, index, length = place(tl.program_id(0), blocks, COUNT, WIDTH, WHOLE)
     entries = widen(tl.load(x + offset, mask=mask, other=0.0))
     if STATISTIC == "absmax":
         value = absmax_last(entries)
@@ -264,26 +221,18 @@ def _statistic_kernel(
         value = tree_sum_last(entries * entries)
         if STATISTIC == "mean":
             value = tl.div_rn(value, length.to(tl.float32))
-    tl.store(out + index, value, mask=index < total)
+    tl.store(out + index, value, mask=index < blocks.total)
 
 
 @jit
 def _histogram_kernel(
-    x: tl.tensor,
-    counts: tl.tensor,
-    total: tl.tensor,
-    per_row: tl.tensor,
-    columns: tl.tensor,
-    block: tl.tensor,
-    BLOCKS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WHOLE: tl.constexpr,
+    x: tl.tensor, counts: tl.tensor, blocks: tl.tuple, COUNT: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
 ) -> None:
     found = tl.full([4096], 0, tl.int32)
-    for part in range(tl.program_id(0), (total + BLOCKS - 1) // BLOCKS, tl.num_programs(0)):
-        offset, mask, _, _ = place(part, total, per_row, columns, block, BLOCKS, WIDTH, WHOLE)
+    for part in range(tl.program_id(0), (blocks.total + COUNT - 1) // COUNT, tl.num_programs(0)):
+        offset, mask, _, _ = place(part, blocks, COUNT, WIDTH, WHOLE)
         entries = widen(tl.load(x + offset, mask=mask, other=0.0))
-        ratio = tl.reshape(tl.div_rn(entries, scale_last(entries)[:, None]), [BLOCKS * WIDTH])
+        ratio = tl.reshape(tl.div_rn(entries, scale_last(entries)[:, None]), [COUNT * WIDTH])
         counted = (magnitude_bits(ratio) < 0x7F800000) & (ratio != 0)
         size = tl.minimum((tl.where(counted, tl.abs(ratio), 0.0) * 2048.0).to(tl.int32), 2047)
         found += tl.histogram(tl.where(ratio < 0, 2047 - size, 2048 + size), 4096, mask=counted)
@@ -291,18 +240,10 @@ def _histogram_kernel(
 
 
 @jit
-def _nearest_kernel(
-    x: tl.tensor,
-    codes: tl.tensor,
-    table: tl.tensor,
-    bounds: tl.tensor,
-    info: tl.tensor,
-    size: tl.tensor,
-    WIDTH: tl.constexpr,
-) -> None:
+def _nearest_kernel(x: tl.tensor, codes: tl.tensor, search: tl.tuple, size: tl.tensor, WIDTH: tl.constexpr) -> None:
     offset = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     entries = tl.load(x + offset, mask=offset < size, other=0.0)
-    tl.store(codes + offset, nearest_code(entries, table, bounds, info), mask=offset < size)
+    tl.store(codes + offset, nearest_code(entries, search), mask=offset < size)
 
 
 @jit
@@ -315,46 +256,53 @@ def _translate_kernel(codes: tl.tensor, table: tl.tensor, out: tl.tensor, size: 
 # ---- launchers
 
 
-def launch(
-    kernel: Any, programs: int, *args: Tensor | int | None, warps: int = 4, **constants: bool | int | str
-) -> None:
+def launch(kernel: Any, programs: int, *args: Any, warps: int = 4, **constants: bool | int | str) -> None:
     """Run a kernel as `programs` programs, without contraction of a product into a sum.
 
-    Raises:
-        ValueError: if the first argument is not on a GPU and the kernel is not triton's interpreter's.
+    Args:
+        kernel: made by `jit`; its first argument is a tensor.
+        programs: 0 launches nothing.
+        args: the kernel's arguments but for its constants.
+        warps: of one program.
+        constants: the kernel's `tl.constexpr` arguments.
     """
-    x = args[0]
-    assert isinstance(x, Tensor)
-    if isinstance(kernel, triton.JITFunction) and not x.is_cuda:
+    with on_device(args[0]):
+        if programs:
+            kernel[(programs,)](*args, num_warps=warps, enable_fp_fusion=False, **constants)
+
+
+def on_device(x: Tensor) -> AbstractContextManager[object]:
+    """In this context kernels run where x is.
+
+    Raises:
+        ValueError: if x is not on a GPU and the kernels are not triton's interpreter's.
+    """
+    if x.is_cuda:
+        return torch.cuda.device(x.device)
+    if isinstance(widen, triton.JITFunction):
         raise ValueError(
             f"A Triton kernel takes tensors on a GPU: got one on {x.device}. Use `gefen_kernels.reference`, or set "
             "TRITON_INTERPRET=1 before triton is imported."
         )
-    if programs:
-        with torch.cuda.device_of(x):
-            kernel[(programs,)](*args, num_warps=warps, enable_fp_fusion=False, **constants)
+    return np.errstate(all="ignore")  # the interpreter computes with numpy, which warns of 0 / 0
 
 
-def grid_of(shape: Sequence[int], block: int, start: int, entries: int = _ENTRIES) -> Grid:
-    """Deal the blocks of a leaf to programs of about `entries` entries."""
+def blocks_of(shape: Sequence[int], block: int, start: int) -> Blocks:
+    """The blocks of a leaf of `shape`."""
     *lead, per_row = reference.scale_shape(shape, block, start)
     columns = math.prod(shape[start:])
-    block = max(1, min(block, columns))
-    width = triton.next_power_of_2(block)
-    whole = width == block and columns % block == 0
-    return Grid(math.prod(lead) * per_row, per_row, columns, block, max(1, entries // width), width, whole)
+    return Blocks(math.prod(lead) * per_row, per_row, columns, max(1, min(block, columns)))
 
 
 def search_of(codebook: Tensor, ties: Ties = "zero") -> Search:
-    """What kernels need to find the nearest level of a codebook `[K]`; made on its device, nothing is waited for."""
+    """What kernels need to find the nearest level of a codebook `[K]`; made on its device without waiting for it."""
     return _search(codebook, reference.midpoints(codebook, ties))
 
 
 def nearest(x: Tensor, codebook: Tensor, *, ties: Ties = "zero") -> Tensor:
     """`reference.nearest`."""
-    x = x.to(torch.float32).contiguous()
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    _launch_flat(_nearest_kernel, x, codes, *search_of(codebook, ties))
+    _launch_flat(_nearest_kernel, x.to(torch.float32).contiguous(), codes, search_of(codebook, ties))
     return codes
 
 
@@ -362,14 +310,12 @@ def encode(
     x: Tensor, codebook: Tensor, *, block: int, start: int = 1, ties: Ties = "zero", noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`reference.encode`."""
-    x, book = _entries(x), codebook.to(torch.float32).contiguous()
-    if noise is None:
-        search = search_of(book, ties)
-    else:
-        search, noise = _level_search(book), noise.to(torch.float32).contiguous()
+    book, absmax = codebook.contiguous(), _scales(x, block, start)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    absmax = _scales(x, block, start)
-    _launch_blocks(_encode_kernel, x, block, start, noise, codes, absmax, book, *search, STOCHASTIC=noise is not None)
+    search = search_of(book, ties) if noise is None else _level_search(book)
+    noise = None if noise is None else noise.contiguous()
+    entries = _ENTRIES if noise is None else _ENTRIES // 2  # the registers of a thread hold no more
+    _launch_blocks(_encode_kernel, _entries(x), block, start, noise, codes, absmax, book, search, entries=entries)
     return codes, absmax
 
 
@@ -377,8 +323,8 @@ def decode(codes: Tensor, absmax: Tensor, codebook: Tensor, *, block: int, start
     """`reference.decode`."""
     reference.expand_blocks(absmax.to("meta"), codes.shape, block=block, start=start)  # raises where shapes do not fit
     out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    book = codebook.to(torch.float32).contiguous()
-    _launch_blocks(_decode_kernel, codes.contiguous(), block, start, absmax.contiguous(), book, out)
+    args = (absmax.contiguous(), codebook.contiguous(), out)
+    _launch_blocks(_decode_kernel, codes.contiguous(), block, start, *args)
     return out
 
 
@@ -427,40 +373,31 @@ def _statistic(x: Tensor, block: int, start: int, name: str) -> Tensor:
 
 
 def _launch_blocks(
-    kernel: Any,
-    x: Tensor,
-    block: int,
-    start: int,
-    *args: Tensor | None,
-    most: int | None = None,
-    **constants: bool | str,
-) -> None:
-    """Launch a kernel whose arguments are a leaf, `args` and its `Grid`."""
-    grid = grid_of(x.shape, block, start)
-    programs = -(-grid.total // grid.BLOCKS)
-    programs = programs if most is None else min(programs, most)
-    sizes = (grid.total, grid.per_row, grid.columns, grid.block)
-    whole = {"BLOCKS": grid.BLOCKS, "WIDTH": grid.WIDTH, "WHOLE": grid.WHOLE}
-    launch(kernel, programs, x, *args, *sizes, warps=_warps(grid.BLOCKS * grid.WIDTH), **whole, **constants)
+    kernel: Any, x: Tensor, block: int, start: int, *args: Any,
+    entries: int = _ENTRIES, most: int = 2**31 - 1, **constants: str,
+) -> None:  # fmt: skip
+    """Launch a kernel whose arguments are a leaf, `args` and the leaf's blocks, of which a program takes COUNT."""
+    blocks = blocks_of(x.shape, block, start)
+    width = triton.next_power_of_2(blocks.block)
+    count = max(1, entries // width)
+    whole = width == blocks.block and blocks.columns % width == 0
+    warps = min(16, max(4, width // 512))  # 16 entries for each thread; 16 of AMD's warps are a program's most
+    programs = min(most, triton.cdiv(blocks.total, count))
+    launch(kernel, programs, x, *args, blocks, warps=warps, COUNT=count, WIDTH=width, WHOLE=whole, **constants)
 
 
-def _launch_flat(kernel: Any, x: Tensor, *args: Tensor) -> None:
+def _launch_flat(kernel: Any, x: Tensor, *args: Any) -> None:
     """Launch a kernel that knows no blocks: its arguments are x, `args` and the number of entries."""
-    launch(kernel, -(-x.numel() // _ENTRIES), x, *args, x.numel(), warps=_warps(_ENTRIES), WIDTH=_ENTRIES)
-
-
-def _warps(entries: int) -> int:
-    """16 entries for each thread, from 4 to 16 warps (16 of AMD's are a program's most)."""
-    return min(16, max(4, entries // 512))
+    launch(kernel, triton.cdiv(x.numel(), _ENTRIES), x, *args, x.numel(), WIDTH=_ENTRIES)
 
 
 def _search(codebook: Tensor, bounds: Tensor) -> Search:
     cells = ((bounds + 1) * (_CELLS // 2)).clamp(0, _CELLS - 1).to(torch.int32)
     every = torch.arange(_CELLS, dtype=torch.int32, device=bounds.device)
     table = torch.searchsorted(cells, every, out_int32=True)
-    fullest = (torch.searchsorted(cells, every, right=True, out_int32=True) - table).max()
+    fullest = (torch.searchsorted(cells, every, right=True, out_int32=True) - table).amax()
     middle = codebook.shape[0] // 2
-    # No code is both at least 256 and at most any other: without a zero in the middle none is rewritten.
+    # Without a zero in the middle no code is another's: none is at least 256.
     first = torch.where(codebook[middle] == 0, (codebook < 0).sum(), 256)
     last = (codebook <= 0).sum() - 1
     info = torch.stack([fullest, torch.full_like(fullest, middle), first, last]).to(torch.int32)
@@ -469,8 +406,6 @@ def _search(codebook: Tensor, bounds: Tensor) -> Search:
 
 
 def _level_search(codebook: Tensor) -> Search:
-    """Finds the level at or below x that has one above it: an entry is at or above a level if it is above the number
-    before it.
-    """
+    """Finds the level at or below x, of those with one above: at or above a level is above the number before it."""
     levels = codebook[1:-1]
     return _search(codebook, torch.nextafter(levels, torch.full_like(levels, -math.inf)))
