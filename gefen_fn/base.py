@@ -178,7 +178,7 @@ def incremental_update(new_tensors: Params, old_tensors: Params, step_size: Scal
     """
 
     def mix(new: Tensor, old: Tensor) -> Tensor:
-        check_floating(new, old)
+        check_floating(old, new)
         return step_size * new + (1.0 - step_size) * old
 
     return tree_map(mix, new_tensors, old_tensors)

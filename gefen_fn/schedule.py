@@ -6,6 +6,7 @@ it on the host. Both give the same value. Signatures and meaning are optax's.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def _on_counts(name: str, f: Callable[[Tensor], Tensor]) -> Schedule:
 
 
 def _check_steps(name: str, steps: float, low: int) -> None:
-    if not steps >= low:
+    if not (isinstance(steps, Real) and steps >= low):
         raise ValueError(f"{name} >= {low} must hold: got {steps!r}. Count steps of the optimizer, warm-up included.")
 
 
@@ -163,9 +164,13 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         boundaries: counts at which the next schedule takes over, ascending.
 
     Raises:
+        TypeError: if a schedule is not a function.
         ValueError: if the lengths do not fit or the boundaries do not ascend.
     """
     starts = [0, *boundaries]
+    if not all(map(callable, schedules)):
+        kinds = [type(f).__name__ for f in schedules]
+        raise TypeError(f"Schedules must be functions of the count: got {kinds}. Use `constant_schedule(value)`.")
     if len(schedules) != len(starts) or sorted(starts) != starts:
         raise ValueError(
             f"Boundaries must ascend, one fewer than schedules: got {list(boundaries)} for {len(schedules)} schedules. "

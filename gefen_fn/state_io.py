@@ -230,7 +230,9 @@ def _replace_parts(node: Any, path: Path, parts: dict[str, Any], filtering: Filt
     return _like(node, {key: _replace_parts(x, (*path, str(key)), parts, filtering, used) for key, x in items})
 
 
-def _check_like(key: str, got: Tensor, wanted: Tensor) -> None:
+def _check_like(key: str, got: Any, wanted: Tensor) -> None:
+    if not isinstance(got, Tensor):
+        raise StructureError(f"`{key}` must be a tensor: got {type(got).__name__}. Make it a 0-dim tensor.")
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         raise StructureError(
             f"`{key}` must be {wanted.dtype} {tuple(wanted.shape)}: got {got.dtype} {tuple(got.shape)}. "
