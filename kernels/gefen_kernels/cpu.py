@@ -99,11 +99,12 @@ def gefen_step(
     numbers = np.ascontiguousarray(scalars.numpy()[[n for _, n in kept]])
     code, options, sizes = tuple(codebook_table(codebook, ties)), (negate, scaled, drive == "m_hat"), _sizes(table)
     tasks = [task for n, row in enumerate(table.tolist()) for task in _tasks(n, row)]
-    share(
-        lambda part: cpu_step.step(part, table, numbers, code, options, sizes),
-        tasks,
-        int(table[:, cpu_step.ENTRIES].sum()),
-    )
+
+    def work(part: Ints) -> None:
+        scratch, starts = np.empty(sizes.floats, np.float32), np.empty(sizes.line, np.uint8)
+        cpu_step.step(part, table, numbers, code, options, tuple(sizes), scratch, starts)
+
+    share(work, tasks, int(table[:, cpu_step.ENTRIES].sum()))
     for p, dense in strided:
         if p is not dense:
             p.copy_(dense)
@@ -140,13 +141,31 @@ def _row(leaf: Leaf, param: Tensor) -> list[int]:
     return [fields[n] for n in range(cpu_step.FIELDS)]
 
 
-def _sizes(table: Ints) -> tuple[int, int, int, int]:
-    """The scratch that a thread needs: see `cpu_step.step`."""
+class Sizes(NamedTuple):
+    """The scratch that a thread needs for any of the leaves.
+
+    Attributes:
+        line: entries of a block, of a run of columns, or runs of a row, whichever is most.
+        columns: of a leaf.
+        runs: of all rows of a tile.
+    """
+
+    line: int
+    columns: int
+    runs: int
+
+    @property
+    def floats(self) -> int:
+        """Four lines, the tree over rows, the factors of the columns, and the sums of the runs."""
+        return 4 * self.line + loops.LEVELS * loops.RUN + self.columns + self.runs
+
+
+def _sizes(table: Ints) -> Sizes:
     rows, height = table[:, cpu_step.ROWS], table[:, cpu_step.TILE_ROWS]
     tallest = rows - height * (np.maximum(rows // height, 1) - 1)
     runs = -(-table[:, cpu_step.TILE_COLUMNS] // loops.RUN)
-    most = (table[:, cpu_step.BLOCK].max(), table[:, cpu_step.COLUMNS].max(), runs.max(), (tallest * runs).max())
-    return int(most[0]), int(most[1]), int(most[2]), int(most[3])
+    line = max(int(table[:, cpu_step.BLOCK].max()), loops.RUN, int(runs.max()))
+    return Sizes(line, int(table[:, cpu_step.COLUMNS].max()), int((tallest * runs).max()))
 
 
 def _tasks(index: int, row: list[int]) -> Iterator[tuple[int, int, int, int, int]]:

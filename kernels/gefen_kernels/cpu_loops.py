@@ -46,6 +46,12 @@ def floats(address, count):
 
 
 @compiled
+def raw(array):
+    """The same memory, flat, without references that numba counts: counting costs as much as a short loop."""
+    return numba.carray(_pointer(I64(array.ctypes.data)), (array.size,), array.dtype)
+
+
+@compiled
 def _words(address, count):
     return numba.carray(_pointer(I64(address)), (count,), U16)
 
@@ -138,37 +144,55 @@ def store(kind, address, first, count, source):
 @compiled
 def tree(x, count, work):
     """Sum of `count` entries by the fixed pairwise tree; `x` is kept, `work` is overwritten."""
-    if count == 0:
-        return F32(0)
-    half = count >> 1
-    for j in range(half):
-        work[j] = x[2 * j] + x[2 * j + 1]
-    if count & 1:
-        work[half] = x[count - 1]
-        half += 1
-    while half > 1:
-        count, half = half, half >> 1
+    if count == RUN:  # a length that the compiler knows is summed three times as fast
+        for j in range(RUN // 2):
+            work[j] = x[2 * j] + x[2 * j + 1]
+        half = RUN // 2
+        while half > 1:
+            half >>= 1
+            for j in range(half):
+                work[j] = work[2 * j] + work[2 * j + 1]
+        return work[0]
+    return _ragged_tree(x, count, work)
+
+
+@compiled
+def _ragged_tree(x, count, work):
+    for j in range(count):
+        work[j] = x[j]
+    while count > 1:
+        half = count >> 1
         for j in range(half):
             work[j] = work[2 * j] + work[2 * j + 1]
         if count & 1:
-            work[half] = work[count - 1]
+            work[half] = work[count - 1]  # meets only zeros on this level
             half += 1
-    return work[0]
+        count = half
+    return work[0] if count else F32(0)
 
 
 @compiled
 def add_row(row, index, count, levels, work):
-    """Add row number `index` to the tree over rows, a binary counter: level k holds a sum of 2^k rows."""
-    level = 0
+    """Add row number `index` to the tree over rows, a binary counter: level k holds a sum of 2^k rows.
+
+    `levels` is the address of fp32 `[LEVELS, RUN]`.
+    """
+    full = floats(levels, count)
+    if index & 1 == 0:
+        for j in range(count):
+            full[j] = row[j]
+        return
     for j in range(count):
-        work[j] = row[j]
+        work[j] = full[j] + row[j]
+    index >>= 1
+    level = 1
     while index & 1:
-        full = levels[level]
+        full = floats(levels + 4 * RUN * level, count)
         for j in range(count):
             work[j] = full[j] + work[j]
         index >>= 1
         level += 1
-    empty = levels[level]
+    empty = floats(levels + 4 * RUN * level, count)
     for j in range(count):
         empty[j] = work[j]
 
@@ -179,7 +203,7 @@ def close_rows(rows, count, levels, out):
     started = False
     for level in range(LEVELS):
         if (rows >> level) & 1:
-            part = levels[level]
+            part = floats(levels + 4 * RUN * level, count)
             if started:
                 for j in range(count):
                     out[j] = part[j] + out[j]
@@ -202,18 +226,31 @@ def largest(x, count):
 
 
 @compiled
-def encode(x, count, top, cells, bounds, comparisons, zeros, codes):
-    """Codes of `x / top`: a start from the cell, then comparisons; see `gefen_kernels.cpu.Codebook`."""
+def encode(x, count, top, cells, bounds, comparisons, zeros, codes, starts, limits):
+    """Codes of `x / top`: a start from the cell, then comparisons; see `gefen_kernels.cpu.Codebook`.
+
+    The look-ups have loops of their own, so that the others are vectorised; `codes`, `starts` and `limits` are scratch
+    for them.
+    """
+    index = limits.view(U32)
+    for j in range(count):
+        ratio = x[j] / top
+        ratio = ratio if abs(ratio) <= F32(1) else F32(0)
+        index[j] = np.int32((ratio + F32(1)) * F32(HALF_CELLS))
+    for j in range(count):
+        k = cells[index[j]]
+        starts[j] = k
+        limits[j] = bounds[k]
+    for _ in range(1, comparisons):
+        for j in range(count):
+            k = U8(starts[j] + U8(x[j] / top > limits[j]))
+            starts[j] = k
+            limits[j] = bounds[k]
     first, span = U32(zeros[0]), U32(zeros[1])
     for j in range(count):
         ratio = x[j] / top
-        known = abs(ratio) <= F32(1)
-        ratio = ratio if known else F32(0)
-        k = U32(cells[U32(np.int32((ratio + F32(1)) * F32(HALF_CELLS)))])
-        for _ in range(comparisons):
-            k = U32(k + U32(ratio > bounds[k]))
-        k = U32(128) if (not known) or U32(k - first) < span else k
-        codes[j] = U8(k)
+        k = U32(U32(starts[j]) + U32(ratio > limits[j]))
+        codes[j] = U8(U32(128) if not abs(ratio) <= F32(1) or U32(k - first) < span else k)
 
 
 @compiled

@@ -23,6 +23,7 @@ from gefen_kernels.cpu_loops import (
     from_fp16,
     largest,
     load,
+    raw,
     store,
     to_bf16,
     to_fp16,
@@ -53,18 +54,18 @@ from gefen_kernels.cpu_loops import (
 ) = range(19)
 DENSE_LEAF, DENSE, BLOCKS, FACTORED = range(4)
 # Columns of the scalars; the order of `gefen_kernels.step.SCALARS`.
-B1, NOT_B1, B2, NOT_B2, CORRECTION1, ROOT_CORRECTION2, EPS, STEP, DECAY, GRAD_SCALE = range(10)
+B1, NOT_B1, B2, NOT_B2, CORRECTION1, ROOT_CORRECTION2, EPS, STEP, DECAY, GRAD_SCALE, SCALARS = range(11)
 
 
 @compiled
-def _load_grad(leaf, scalars, negate, scaled, first, count, out):
+def _load_grad(leaf, scalars, options, first, count, out):
     """The gradient as the first moment meets it: negated, and scaled with one rounding to its dtype."""
     kind = leaf[GRAD_KIND]
     load(kind, leaf[GRAD], first, count, out)
-    if negate:
+    if options[0]:
         for j in range(count):
             out[j] = -out[j]
-    if scaled:
+    if options[1]:
         s = scalars[GRAD_SCALE]
         if kind == FP32:
             for j in range(count):
@@ -78,36 +79,47 @@ def _load_grad(leaf, scalars, negate, scaled, first, count, out):
 
 
 @compiled
-def _apply(leaf, scalars, first, count, d, root, p):
-    """The parameter's step from the moment `d` and the root of the second moment."""
-    c1, eps, step = scalars[CORRECTION1], scalars[EPS], scalars[STEP]
+def _descend(leaf, scalars, count, d, root, p):
+    """`p + step (d / c1 / (root + eps) + decay p)`."""
+    c1, eps, step, decay = scalars[CORRECTION1], scalars[EPS], scalars[STEP], scalars[DECAY]
     if leaf[CORRECTS]:
         c2 = scalars[ROOT_CORRECTION2]
         for j in range(count):
             root[j] = root[j] / c2
-    load(leaf[PARAM_KIND], leaf[PARAM], first, count, p)
     if leaf[DECAYS]:
-        decay = scalars[DECAY]
         for j in range(count):
-            u = d[j] / c1 / (root[j] + eps)
-            p[j] = p[j] + (u + p[j] * decay) * step
+            p[j] = p[j] + (d[j] / c1 / (root[j] + eps) + p[j] * decay) * step
     else:
         for j in range(count):
             p[j] = p[j] + d[j] / c1 / (root[j] + eps) * step
-    store(leaf[PARAM_KIND], leaf[PARAM], first, count, p)
 
 
 @compiled
-def _moment(leaf, scalars, book, cells, bounds, comparisons, zeros, from_stored, block, first, count, g, m):
+def _apply(leaf, scalars, first, count, d, root, p):
+    """The parameter's step from the moment `d` and the root of the second moment; `p` is scratch."""
+    kind, address = leaf[PARAM_KIND], leaf[PARAM]
+    if kind == FP32:
+        _descend(leaf, scalars, count, d, root, floats(address + 4 * first, count))
+    else:
+        load(kind, address, first, count, p)
+        _descend(leaf, scalars, count, d, root, p)
+        store(kind, address, first, count, p)
+
+
+@compiled
+def _moment(leaf, scalars, code, from_stored, block, first, count, g, m, limits, starts):
     """Decode, average and re-encode one block; `m` becomes the moment that drives the step."""
+    book, cells, bounds, comparisons, zeros = code
     codes = bytes(leaf[MU] + first, count)
     scale = floats(leaf[ABSMAX] + 4 * block, 1)
     b1, not_b1, top = scalars[B1], scalars[NOT_B1], scale[0]
     for j in range(count):
-        m[j] = book[codes[j]] * top * b1 + g[j] * not_b1
+        m[j] = book[codes[j]]
+    for j in range(count):
+        m[j] = m[j] * top * b1 + g[j] * not_b1
     top = largest(m, count)
     scale[0] = top
-    encode(m, count, top, cells, bounds, comparisons, zeros, codes)
+    encode(m, count, top, cells, bounds, comparisons, zeros, codes, starts, limits)
     if from_stored:
         for j in range(count):
             m[j] = book[codes[j]] * top
@@ -131,13 +143,13 @@ def _dense_root(leaf, scalars, first, count, g, root):
 
 
 @compiled
-def _dense_leaf(leaf, scalars, negate, scaled, first, last, scratch):
+def _dense_leaf(leaf, scalars, options, first, last, room):
     """Adam on entries `first..last` of a leaf with fp32 moments."""
-    g, root, p = scratch[0], scratch[1], scratch[2]
+    g, root, p = room[0], room[1], room[2]
     b1, not_b1 = scalars[B1], scalars[NOT_B1]
     for start in range(first, last, RUN):
         count = min(RUN, last - start)
-        _load_grad(leaf, scalars, negate, scaled, start, count, g)
+        _load_grad(leaf, scalars, options, start, count, g)
         _dense_root(leaf, scalars, start, count, g, root)
         mu = floats(leaf[MU] + 4 * start, count)
         for j in range(count):
@@ -157,12 +169,12 @@ def _block_root(leaf, scalars, block, count, g, root, work):
 
 
 @compiled
-def _tile_statistics(leaf, scalars, negate, scaled, tile, start, stop, scratch, levels, factors, runs):
+def _tile_statistics(leaf, scalars, options, tile, start, stop, room):
     """Average row and column means of one tile; `factors[start:stop]` becomes `sqrt(col / mean(col))`.
 
-    `tile` numbers the row tile over all batches; `runs` is scratch for the sums of the runs of each row.
+    `tile` numbers the row tile over all batches.
     """
-    g, square, work = scratch[0], scratch[1], scratch[2]
+    g, square, work, _, _, factors, levels, runs = room
     columns, width = leaf[COLUMNS], leaf[TILE_COLUMNS]
     first_row, rows, batch_row, local = _row_tile(leaf, tile)
     b2, not_b2 = scalars[B2], scalars[NOT_B2]
@@ -172,7 +184,7 @@ def _tile_statistics(leaf, scalars, negate, scaled, tile, start, stop, scratch, 
     for left in range(start, stop, RUN):
         count = min(RUN, stop - left)
         for i in range(rows):
-            _load_grad(leaf, scalars, negate, scaled, (first_row + i) * columns + left, count, g)
+            _load_grad(leaf, scalars, options, (first_row + i) * columns + left, count, g)
             for j in range(count):
                 square[j] = g[j] * g[j]
             runs[i * number + (left - start) // RUN] = tree(square, count, work)
@@ -208,52 +220,58 @@ def _row_tile(leaf, tile):
 
 
 @compiled
-def _update_rows(leaf, scalars, code, options, first_row, rows, start, stop, scratch, factors):
+def _factored_root(leaf, row, left, count, factors, root):
+    """`sqrt(row) * sqrt(col / mean(col))` of some columns; `row` holds the row's mean in each tile."""
+    width = leaf[TILE_COLUMNS]
+    for tile in range(left // width, (left + count - 1) // width + 1):
+        shared = np.sqrt(row[tile])
+        start, stop = max(left, tile * width), min(left + count, (tile + 1) * width)
+        source, out = factors[start:stop], root[start - left : stop - left]
+        for j in range(stop - start):
+            out[j] = shared * source[j]
+
+
+@compiled
+def _update_rows(leaf, scalars, code, options, first_row, rows, start, stop, room):
     """Step columns `start..stop` of some rows of a quantized leaf, block by block.
 
-    `code` is a `cpu.Codebook`, `options` is `(negate, scaled, from_stored)`, and `factors` holds the
+    `code` is a `cpu.Codebook`, `options` is `(negate, scaled, from_stored)`, and the factors in `room` are the
     `sqrt(col / mean(col))` of every column of a factored leaf.
     """
-    g, m, root, work = scratch[0], scratch[1], scratch[2], scratch[3]
-    negate, scaled, from_stored = options
-    book, cells, bounds, comparisons, zeros = code
-    columns, block, policy, width = leaf[COLUMNS], leaf[BLOCK], leaf[POLICY], leaf[TILE_COLUMNS]
-    blocks, tiles = -(-columns // block), -(-columns // width)
+    g, m, root, work, starts, factors, _, _ = room
+    columns, block, policy = leaf[COLUMNS], leaf[BLOCK], leaf[POLICY]
+    blocks, tiles = -(-columns // block), -(-columns // leaf[TILE_COLUMNS])
     for r in range(first_row, first_row + rows):
         for left in range(start, stop, block):
             count, first, index = min(block, stop - left), r * columns + left, r * blocks + left // block
-            _load_grad(leaf, scalars, negate, scaled, first, count, g)
+            _load_grad(leaf, scalars, options, first, count, g)
             if policy == DENSE:
                 _dense_root(leaf, scalars, first, count, g, root)
             elif policy == BLOCKS:
                 _block_root(leaf, scalars, index, count, g, root, work)
             else:
-                row = floats(leaf[NU] + 4 * r * tiles, tiles)
-                for tile in range(left // width, (left + count - 1) // width + 1):
-                    shared = np.sqrt(row[tile])
-                    for c in range(max(left, tile * width), min(left + count, (tile + 1) * width)):
-                        root[c - left] = shared * factors[c]
-            _moment(leaf, scalars, book, cells, bounds, comparisons, zeros, from_stored, index, first, count, g, m)
+                _factored_root(leaf, floats(leaf[NU] + 4 * r * tiles, tiles), left, count, factors, root)
+            _moment(leaf, scalars, code, options[2], index, first, count, g, m, work, starts)
             _apply(leaf, scalars, first, count, m, root, work)
 
 
 @compiled
-def _factored(leaf, scalars, code, options, tile, first_tile, last_tile, scratch, levels, factors, runs):
+def _factored(leaf, scalars, code, options, tile, first_tile, last_tile, room):
     """Step column tiles `first_tile..last_tile` of a row tile; each in one go where blocks do not cross its edges."""
     columns, width = leaf[COLUMNS], leaf[TILE_COLUMNS]
     first_row, rows, _, _ = _row_tile(leaf, tile)
     fits = width % leaf[BLOCK] == 0 or width >= columns
     for k in range(first_tile, last_tile):
         start, stop = k * width, min((k + 1) * width, columns)
-        _tile_statistics(leaf, scalars, options[0], options[1], tile, start, stop, scratch, levels, factors, runs)
+        _tile_statistics(leaf, scalars, options, tile, start, stop, room)
         if fits:
-            _update_rows(leaf, scalars, code, options, first_row, rows, start, stop, scratch, factors)
+            _update_rows(leaf, scalars, code, options, first_row, rows, start, stop, room)
     if not fits:
-        _update_rows(leaf, scalars, code, options, first_row, rows, 0, columns, scratch, factors)
+        _update_rows(leaf, scalars, code, options, first_row, rows, 0, columns, room)
 
 
 @compiled
-def step(tasks, table, scalars, code, options, sizes):
+def step(tasks, table, scalars, code, options, sizes, scratch, starts):
     """Do the tasks, rows `(leaf, first, last, first, last)`, one after the other.
 
     Args:
@@ -263,18 +281,27 @@ def step(tasks, table, scalars, code, options, sizes):
         scalars: fp32 `[leaves, 10]`.
         code: the codebook, see `cpu.Codebook`.
         options: `(negate, scaled, from_stored)`.
-        sizes: `(entries of a block, columns, runs of a row, runs of a tile)`, the most of any leaf.
+        sizes: see `cpu.Sizes`.
+        scratch: fp32, as many as `cpu.Sizes.floats` says.
+        starts: uint8 `[sizes.line]`.
     """
-    scratch = np.empty((4, max(RUN, sizes[0], sizes[2])), F32)
-    levels = np.empty((LEVELS, RUN), F32)
-    factors = np.empty(sizes[1], F32)
-    runs = np.empty(sizes[3], F32)
+    line, columns, runs = sizes
+    base = scratch.ctypes.data
+    g, m = floats(base, line), floats(base + 4 * line, line)
+    root, work = floats(base + 8 * line, line), floats(base + 12 * line, line)
+    levels = base + 16 * line
+    factors = floats(levels + 4 * LEVELS * RUN, columns)
+    sums = floats(levels + 4 * (LEVELS * RUN + columns), runs)
+    book = (raw(code[0]), raw(code[1]), raw(code[2]), code[3], code[4])
+    room = (g, m, root, work, raw(starts), factors, levels, sums)
+    every_leaf, every_scalar = raw(table), raw(scalars)
     for n in range(tasks.shape[0]):
-        index, first, last, left, right = tasks[n]
-        leaf, own = table[index], scalars[index]
+        index, first, last, left, right = tasks[n, 0], tasks[n, 1], tasks[n, 2], tasks[n, 3], tasks[n, 4]
+        leaf = every_leaf[index * FIELDS : (index + 1) * FIELDS]
+        own = every_scalar[index * SCALARS : (index + 1) * SCALARS]
         if leaf[POLICY] == DENSE_LEAF:
-            _dense_leaf(leaf, own, options[0], options[1], first, last, scratch)
+            _dense_leaf(leaf, own, options, first, last, room)
         elif leaf[POLICY] == FACTORED:
-            _factored(leaf, own, code, options, first, left, right, scratch, levels, factors, runs)
+            _factored(leaf, own, book, options, first, left, right, room)
         else:
-            _update_rows(leaf, own, code, options, first, last - first, left, right, scratch, factors)
+            _update_rows(leaf, own, book, options, first, last - first, left, right, room)
