@@ -1,20 +1,21 @@
 """Reading a state dict back: validate everything, build the new tree, change nothing."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gefen_fn.base import OptState
-from gefen_fn.quantize import check_codebooks
+from gefen_fn.quantize import check_codebooks, is_codebook
 from gefen_fn.tree import StructureError
 from gefen_nn import state_view
 from gefen_nn.errors import CheckpointError
 from gefen_nn.groups import FIXED_KEYS
 
 _NOT_VALUES = ("params", "param_names", *FIXED_KEYS)
-_SCALES = ("absmax", "row", "col")
+_SCALES = ("absmax", "nu", "row", "col")
+_MOMENTS = ("mu", "trace", "ema")
 
 
 class Saved(NamedTuple):
@@ -53,9 +54,7 @@ def read(
     Raises:
         CheckpointError: for a missing part, another version or block, or names that do not match.
     """
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise CheckpointError(f"A state dict has `{key}`: got {sorted(state_dict)}. Pass `optimizer.state_dict()`.")
+    _check_form(state_dict)
     for group in state_dict["param_groups"]:
         _check_fixed(group, groups[0])
     names = _match(state_dict["param_groups"], members, "param_names" in groups[0], strict)
@@ -65,6 +64,22 @@ def read(
     if stray:
         raise CheckpointError(f"State must belong to a parameter of a group: got entries {stray}. The file is damaged.")
     return Saved({name: dict(state_dict["state"].get(i, {})) for i, name in names.items()}, values)
+
+
+def _check_form(state_dict: Any) -> None:
+    """Refuse what `Optimizer.state_dict` cannot have made."""
+    for index in _part(state_dict, "state", Mapping):
+        _part(state_dict["state"], index, Mapping)
+    for group in _part(state_dict, "param_groups", (list, tuple)):
+        _part(group, "params", (list, tuple))
+
+
+def _part(whole: Any, key: Any, kind: Any) -> Any:
+    held = whole if isinstance(whole, Mapping) else {}
+    if not isinstance(held.get(key), kind):
+        came = f"a {type(held[key]).__name__} there" if key in held else sorted(map(str, held)) or type(whole).__name__
+        raise CheckpointError(f"A state dict has `{key}`: got {came}. Pass `optimizer.state_dict()`.")
+    return held[key]
 
 
 def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any]) -> None:
@@ -96,9 +111,10 @@ def _match(
 
 def _check_names(names: Sequence[str], targets: Sequence[str], strict: bool) -> None:
     missing, extra = sorted(set(targets) - set(names)), sorted(set(names) - set(targets))
-    if (strict and (missing or extra)) or len(set(names)) != len(names):
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if (strict and (missing or extra)) or twice:
         raise CheckpointError(
-            f"Parameter names must match: missing {missing}, unexpected {extra}. "
+            f"Parameter names must match: missing {missing}, unexpected {extra}, twice {twice}. "
             "Rename the entries, or load with strict=False."
         )
 
@@ -183,6 +199,9 @@ def _check_keys(name: str, own: Mapping[str, Tensor], saved: Mapping[str, Any]) 
 def _check_leaf(key: str, own: Tensor, saved: Any) -> None:
     if not isinstance(saved, Tensor):
         raise CheckpointError(f"`{key}` must be a tensor: got {type(saved).__name__}. The file is damaged.")
+    if saved.layout != torch.strided or (saved.is_meta and not own.is_meta):
+        kind = "on meta" if saved.is_meta else saved.layout
+        raise CheckpointError(f"`{key}` must be a dense tensor with data: got one {kind}. The file is damaged.")
     if saved.shape != own.shape or saved.dtype != own.dtype:
         raise CheckpointError(
             f"`{key}` must be {own.dtype} {tuple(own.shape)}: got {saved.dtype} {tuple(saved.shape)}. "
@@ -194,18 +213,16 @@ def _check_leaf(key: str, own: Tensor, saved: Any) -> None:
 
 
 def _broken_rule(field: str, x: Tensor, own: Tensor) -> str | None:
-    if field == "codebook" and not _is_codebook(x):
+    if field == "codebook" and not is_codebook(x):
         return "be sorted, finite and end at -1 and 1"
     if field == "codebook" and _is_symmetric(own) and not _is_symmetric(x):
         return "be symmetric, with 0 twice in the middle"
-    if field in _SCALES and not bool(((x >= 0) & x.isfinite()).all()):
-        return "be finite and >= 0"
+    if field in (*_SCALES, *_MOMENTS) and not bool(x.isfinite().all()):
+        return "be finite"
+    if field in _SCALES and bool((x < 0).any()):
+        return "be >= 0"
     counts = x.dtype in (torch.int32, torch.int64) and x.dim() == 0
     return "count from 0 upwards" if counts and int(x) < 0 else None
-
-
-def _is_codebook(x: Tensor) -> bool:
-    return x.numel() > 1 and float(x[0]) == -1.0 and float(x[-1]) == 1.0 and bool((x[1:] >= x[:-1]).all())
 
 
 def _is_symmetric(x: Tensor) -> bool:
@@ -217,30 +234,25 @@ def _summary(x: Tensor) -> str:
 
 
 def group_values(
-    saved: Mapping[str, Mapping[str, Any]], members: Sequence[Sequence[str]], defaults: Mapping[str, Any]
+    saved: Mapping[str, Mapping[str, Any]], members: Sequence[Sequence[str]], check: Callable[[Mapping[str, Any]], None]
 ) -> list[dict[str, Any]]:
     """The hyperparameters of each target group, taken from its parameters.
 
     Args:
         saved: the saved values by parameter.
         members: the names of each target group's parameters.
-        defaults: what every group holds, for its keys and their kinds.
+        check: raises `ValueError` for values that a group cannot hold.
 
     Raises:
-        CheckpointError: if a group's parameters were saved with different values, or without one.
+        CheckpointError: if a group's parameters were saved with different values, or with wrong ones.
     """
     values = [_agree([saved[name] for name in member if name in saved]) for member in members]
-    for key in defaults.keys() - set(FIXED_KEYS):
-        for own in (own for own in values if own and _count_numbers(own.get(key)) != _count_numbers(defaults[key])):
-            raise CheckpointError(f"`{key}` must be like {defaults[key]}: got {own.get(key)}. The file is damaged.")
+    try:
+        for own in filter(None, values):
+            check(own)
+    except ValueError as error:
+        raise CheckpointError(f"Group values must fit. {error}") from error
     return values
-
-
-def _count_numbers(value: Any) -> tuple[int, ...] | None:
-    """What tells kinds apart: () for a number, its length for a sequence of numbers, None for anything else."""
-    if isinstance(value, (list, tuple)):
-        return (len(value),) if all(_count_numbers(v) == () for v in value) else None
-    return () if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1) else None
 
 
 def _agree(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

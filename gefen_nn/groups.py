@@ -1,20 +1,22 @@
 """Group keys and hyperparameters: the one place where torch's names become the transform's."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gefen_fn.base import GradientTransformation
+from gefen_fn.tree import StructureError
 
 FORMAT_VERSION = 1
 FIXED_KEYS = ("format_version", "block")
-Pairs = Mapping[str, tuple[str, ...]]
+Keys = Mapping[str, tuple[str, ...]]  # from group key to the hyperparameters it holds: {"betas": ("b1", "b2")}
 _TORCH_NAMES = {"learning_rate": "lr"}
-_HYPERPARAMETERS = frozenset(
-    {"lr", "learning_rate", "betas", "b1", "b2", "eps", "weight_decay", "momentum", "nesterov", "decay"}
-)
+_NAMES = "lr learning_rate betas beta1 beta2 b1 b2 eps weight_decay momentum dampening nesterov decay amsgrad maximize"
+_HYPERPARAMETERS = frozenset(_NAMES.split())
 
 
 class ExpressionGroup(dict[str, Any]):
@@ -22,65 +24,133 @@ class ExpressionGroup(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         """Raise with the fix for a hyperparameter, plainly for another key."""
-        raise KeyError(_no_such_key(key) if key in _HYPERPARAMETERS else key)
+        raise KeyError(_no_such_key(key, self) if key in _HYPERPARAMETERS else key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Refuse a hyperparameter that no step would read."""
         if key in _HYPERPARAMETERS:
-            raise KeyError(_no_such_key(key))
+            raise KeyError(_no_such_key(key, self))
         super().__setitem__(key, value)
 
 
-def _no_such_key(key: str) -> str:
+def _no_such_key(key: str, known: Mapping[str, Any]) -> str:
     return (
-        f"A group has `{key}` only if the transform injects it: got a transform without it. "
-        "Wrap the factory, `inject_hyperparams(adamw)(learning_rate=1e-3)`, or pass a schedule as the learning rate."
+        f"A group has `{key}` only if the transform injects it: got one whose groups have {sorted(known)}. Correct the "
+        "name, or wrap the factory, `inject_hyperparams(adamw)(learning_rate=1e-3)`, or pass a schedule."
     )
 
 
-def injected_names(tx: GradientTransformation) -> tuple[str, ...]:
-    """Names of the hyperparameters that `tx` reads from its state; empty without `inject_hyperparams`."""
-    return tuple(getattr(tx.update, "hyperparams", ()))
+def group_keys(tx: GradientTransformation) -> Keys:
+    """A key for each hyperparameter that `tx` reads from its state; none without `inject_hyperparams`."""
+    return {_TORCH_NAMES.get(name, name): (name,) for name in getattr(tx.update, "hyperparams", ())}
 
 
-def group_defaults(tx: GradientTransformation, pairs: Pairs, block: int) -> dict[str, Any]:
-    """What every group starts from: the injected values under torch's names, `format_version` and `block`.
+def group_defaults(tx: GradientTransformation, keys: Keys, block: int) -> dict[str, Any]:
+    """What every group starts from: the injected values, `format_version` and `block`.
 
     Args:
         tx: the transform.
-        pairs: group keys that hold several hyperparameters, such as `{"betas": ("b1", "b2")}`.
+        keys: its group keys.
         block: the block length, 0 if there is none for the whole model.
     """
-    values = _start_values(tx)
-    joined = {key: tuple(values[name] for name in names) for key, names in pairs.items()}
-    inside = {name for names in pairs.values() for name in names}
-    single = {_TORCH_NAMES.get(name, name): value for name, value in values.items() if name not in inside}
-    return {**single, **joined, "format_version": FORMAT_VERSION, "block": block}
-
-
-def _start_values(tx: GradientTransformation) -> dict[str, Any]:
     floats = getattr(tx.update, "defaults", {})
-    names = injected_names(tx)
+    names = [name for held in keys.values() for name in held]
     made = tx.init({}).hyperparams if any(name not in floats for name in names) else {}
-    return {name: floats[name] if name in floats else made[name] for name in names}
+    values = {name: floats[name] if name in floats else made[name] for name in names}
+    joined = {key: tuple(values[name] for name in held) for key, held in keys.items()}
+    shown = {key: parts if len(parts) > 1 else parts[0] for key, parts in joined.items()}
+    return {**shown, "format_version": FORMAT_VERSION, "block": block}
 
 
-def check_group(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuse a group's own hyperparameter that no step would read.
+def check_keys(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+    """Refuse a group's own hyperparameter, or what is spelt like one, that no step would read.
+
+    Args:
+        group: a group, or part of it; a key that is no hyperparameter may say what it likes.
+        defaults: what every group holds.
 
     Raises:
         ValueError: naming the key and the fix.
     """
-    for key in group:
-        if key in _HYPERPARAMETERS and key not in defaults:
-            raise ValueError(_no_such_key(key))
+    for key, value in group.items():
+        if key in FIXED_KEYS and value != defaults[key]:
+            raise ValueError(f"`{key}` must be {defaults[key]} in all groups: got {value}. Give it to the optimizer.")
+        if key not in defaults and get_close_matches(str(key), [*defaults, *_HYPERPARAMETERS], 1, 0.85):
+            raise ValueError(_no_such_key(key, defaults))
 
 
-def _read(group: Mapping[str, Any], name: str, pairs: Pairs) -> Any:
-    for key, names in pairs.items():
-        if name in names:
-            return group[key][names.index(name)]
-    return group[_TORCH_NAMES.get(name, name)]
+def check_values(rebuild: Callable[[dict[str, Any]], Any], group: Mapping[str, Any], keys: Keys, read: bool) -> None:
+    """Refuse hyperparameters that are no numbers, or that the transform refuses.
+
+    Args:
+        rebuild: builds the transform with these hyperparameters, and checks them so.
+        group: a group.
+        keys: its keys.
+        read: read tensors on the host; else their shape alone is checked.
+
+    Raises:
+        ValueError: naming the key.
+    """
+    for key, names in keys.items():
+        parts = _parts(group.get(key), names)
+        if len(parts) != len(names) or not all(map(_is_number, parts)):
+            count = f"{len(names)} numbers" if len(names) > 1 else "a number or a 0-dim tensor"
+            raise ValueError(f"`{key}` must be {count}: got {group.get(key)!r}. Leave it out for the default.")
+        values = [float(x.detach()) if isinstance(x, Tensor) and read else x for x in parts]
+        try:
+            rebuild({n: x.reshape(()) if isinstance(x, Tensor) else x for n, x in zip(names, values, strict=True)})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"`{key}` of a group: {error}") from error
+
+
+def _parts(value: Any, names: tuple[str, ...]) -> Sequence[Any]:
+    """The values that a key holds, one per name; none if it should hold several and does not."""
+    if len(names) == 1:
+        return (value,)
+    return value if isinstance(value, (tuple, list)) else ()
+
+
+def _is_number(x: Any) -> bool:
+    return x.numel() == 1 if isinstance(x, Tensor) else isinstance(x, Real) and not isinstance(x, bool)
+
+
+def check_changes(
+    rebuild: Callable[[dict[str, Any]], Any], group: Mapping[str, Any], keys: Keys, seen: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`check_values`, without reading tensors, of the values that are not those in `seen`; returns what it saw."""
+    now = {key: _visible(group.get(key)) for key in keys}
+    changed = {key: names for key, names in keys.items() if key not in seen or now[key] != seen[key]}
+    check_values(rebuild, group, changed, read=False)
+    return now
+
+
+def _visible(value: Any) -> Any:
+    """What can be told of a value without reading tensors."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_visible, value))
+    return value.shape if isinstance(value, Tensor) else value
+
+
+def members(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Names of the parameters of each group: those given, else their positions.
+
+    Raises:
+        StructureError: if a group has another number of names than of parameters.
+    """
+    out: list[list[str]] = []
+    for group in groups:
+        start, count = sum(map(len, out)), len(group["params"])
+        out.append(list(group.get("param_names") or map(str, range(start, start + count))))
+        if len(out[-1]) != count:
+            raise StructureError(
+                f"`param_names` must name each parameter of its group: got {len(out[-1])} for {count}. Replace both."
+            )
+    return out
+
+
+def read_values(group: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
+    """The hyperparameters of a group by the transform's names."""
+    return {n: x for key, names in keys.items() for n, x in zip(names, _parts(group[key], names), strict=True)}
 
 
 def _scalar(value: Any) -> Tensor:
@@ -90,23 +160,21 @@ def _scalar(value: Any) -> Tensor:
 
 
 def group_hyperparams(
-    groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]], injected: Sequence[str], pairs: Pairs
+    groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]], keys: Keys
 ) -> dict[str, Any]:
     """Read the groups into the values that the transform's state carries.
 
     Args:
         groups: the parameter groups.
         members: the names of each group's parameters that have state.
-        injected: names of the hyperparameters to read.
-        pairs: see `group_defaults`.
+        keys: the groups' keys.
 
     Returns:
-        For each name a 0-dim float64 tensor, or `{parameter: 0-dim tensor}` where groups differ.
+        For each hyperparameter a 0-dim float64 tensor, or `{parameter: 0-dim tensor}` where groups differ.
     """
-    rows = [(group, names) for group, names in zip(groups, members, strict=True) if names]
-    owners = [names for _, names in rows]
-    read = {name: [_scalar(_read(group, name, pairs)) for group, _ in rows] for name in injected if rows}
-    return {name: _spread(values, owners) for name, values in read.items()}
+    rows = [read_values(group, keys) for group, names in zip(groups, members, strict=True) if names]
+    owners = [names for names in members if names]
+    return {name: _spread([_scalar(row[name]) for row in rows], owners) for name in (rows[0] if rows else ())}
 
 
 def _spread(values: list[Tensor], members: list[Sequence[str]]) -> Tensor | dict[str, Tensor]:

@@ -1,14 +1,14 @@
 """A `torch.optim.Optimizer` over any transform: one state tree, groups by name, one assignment per step."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
-from copy import deepcopy
+from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import copy, deepcopy
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation, OptState, add_rounded
+from gefen_fn.base import GradientTransformation, OptState, add_rounded, check_transform
 from gefen_fn.describe import Report, describe
 from gefen_fn.tree import StructureError, check_floating
 from gefen_nn import checkpoint, groups, state_view
@@ -29,22 +29,27 @@ class TransformOptimizer(torch.optim.Optimizer):
         tx: the transform.
 
     Raises:
-        ValueError: for a parameter or name given twice, or a group key that no step would read.
+        TypeError: if `tx` is not a transform.
+        ValueError: for a parameter or name given twice, a group key that no step would read, or a value out of range.
         StructureError: for a parameter that is not a dense floating-point tensor.
     """
 
-    pairs: ClassVar[groups.Pairs] = {}
+    keys: ClassVar[groups.Keys] = {}
     block: int = 0
     error_if_nonfinite: bool = False
+    _start: Mapping[str, Any] = {}
 
     def __init__(self, params: Iterable[Any], tx: GradientTransformation) -> None:
         self.step_was_skipped = False
+        check_transform(tx)
         self._tx = tx
-        self._injected = groups.injected_names(tx)
+        self._keys = self.keys or groups.group_keys(tx)
+        self._rebuild = getattr(tx.update, "rebuild", dict)
+        self._checked: list[dict[str, Any]] = []
         self._ready = False
         self._seen: dict[str, tuple[torch.device, torch.Size]] = {}
         self._state: OptState = None
-        super().__init__(params, groups.group_defaults(tx, self.pairs, self.block))
+        super().__init__(params, {**groups.group_defaults(tx, self._keys, self.block), **self._start})
         self._sync()
         self._ready = True
 
@@ -80,9 +85,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         """Add a group; its parameters get fresh state, all others keep theirs.
 
         Raises:
-            ValueError: for a parameter or name given twice, or a key that no step would read.
+            ValueError: for a parameter or name given twice, a key that no step would read, or a value out of range.
         """
-        groups.check_group(param_group, self.defaults)
         super().add_param_group(param_group)
         try:
             self._accept()
@@ -98,20 +102,25 @@ class TransformOptimizer(torch.optim.Optimizer):
             raise ValueError(f"Each parameter and name appears once: got {repeated or 'a tensor'} twice. Drop one.")
         for p in self.param_groups[-1]["params"]:
             check_floating(p)
-        if not self._injected:
+        self._check_group(self.param_groups[-1])
+        if not self._keys:
             self.param_groups[-1] = groups.ExpressionGroup(self.param_groups[-1])
         if self._ready:
             self._sync()
 
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        """Refuse a group, or a saved group's values; tensors are read."""
+        groups.check_keys(group, self.defaults)
+        groups.check_values(self._rebuild, group, self._keys, read=True)
+
+    def _check_changes(self) -> None:
+        """Refuse what was written into a group since the last step; tensors are not read."""
+        known = self._checked + [{}] * len(self.param_groups)
+        pairs = zip(self.param_groups, known, strict=False)
+        self._checked = [groups.check_changes(self._rebuild, group, self._keys, seen) for group, seen in pairs]
+
     def _members(self) -> list[list[str]]:
-        """Names of the parameters of each group."""
-        starts = [0]
-        for group in self.param_groups:
-            starts.append(starts[-1] + len(group["params"]))
-        return [
-            list(group.get("param_names") or map(str, range(start, start + len(group["params"]))))
-            for start, group in zip(starts, self.param_groups, strict=False)
-        ]
+        return groups.members(self.param_groups)
 
     def _named(self) -> dict[str, Tensor]:
         params = (p for group in self.param_groups for p in group["params"])
@@ -137,15 +146,16 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def _shown(self, state: OptState) -> OptState:
         """The state without the hyperparameters that groups carry: those have one truth, the group's."""
-        if not self._injected:
+        if not self._keys:
             return state
-        return state._replace(hyperparams={k: v for k, v in state.hyperparams.items() if k not in self._injected})
+        shown = {name for names in self._keys.values() for name in names}
+        return state._replace(hyperparams={k: v for k, v in state.hyperparams.items() if k not in shown})
 
     def _with_hyperparams(self, state: OptState) -> OptState:
-        if not self._injected:
+        if not self._keys:
             return state
         members = [[name for name in member if name in self._seen] for member in self._members()]
-        values = groups.group_hyperparams(self.param_groups, members, self._injected, self.pairs)
+        values = groups.group_hyperparams(self.param_groups, members, self._keys)
         return state._replace(hyperparams={**state.hyperparams, **values})
 
     @torch.no_grad()
@@ -162,6 +172,8 @@ class TransformOptimizer(torch.optim.Optimizer):
 
         Raises:
             StructureError: for a gradient that is sparse, complex or of another shape.
+            ValueError: for a group's value that is no number or out of range; tensors are not read, and a compiled step
+                does not check.
             RuntimeError: for a non-finite gradient, if `error_if_nonfinite`.
         """
         loss = _call(closure)
@@ -169,6 +181,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         params = self._tracked()
         grads = {name: p.grad for name, p in params.items()}
         self._check(grads, params)
+        if not torch.compiler.is_compiling():
+            self._check_changes()
         self.step_was_skipped = all(g is None for g in grads.values())
         if not self.step_was_skipped:
             updates, state = self._tx.update(grads, self._with_hyperparams(self._state), params)
@@ -203,7 +217,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: naming the key that is missing, extra, misshapen or damaged.
         """
-        state_dict = state_dict.copy()
+        state_dict = copy(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         report = self._restore(state_dict, strict)
@@ -217,10 +231,10 @@ class TransformOptimizer(torch.optim.Optimizer):
         frozen = {name for name, p in self._named().items() if not p.requires_grad}
         state = checkpoint.restore(self._shown(own), seen.keys(), saved.leaves, frozen, strict)
         report = checkpoint.report(self._shown(own), seen.keys(), saved.leaves)
-        values = checkpoint.group_values(saved.values, self._members(), self.defaults)
+        values = checkpoint.group_values(saved.values, self._members(), self._check_group)
         for group, given in zip(self.param_groups, values, strict=True):
             checkpoint.fill_group(group, given)
-        if self._injected:
+        if self._keys:
             state = state._replace(hyperparams={**own.hyperparams, **state.hyperparams})
         self._seen = seen
         self._state = self._with_hyperparams(state)

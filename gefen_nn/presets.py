@@ -1,6 +1,6 @@
 """Optimizers with torch's names and argument order."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -51,7 +51,12 @@ class Gefen(TransformOptimizer):
         ValueError: for a value out of range, or an argument that is refused.
     """
 
-    pairs: ClassVar[groups.Pairs] = {"betas": ("b1", "b2")}
+    keys: ClassVar[groups.Keys] = {
+        "lr": ("learning_rate",),
+        "betas": ("b1", "b2"),
+        "eps": ("eps",),
+        "weight_decay": ("weight_decay",),
+    }
 
     def __init__(
         self,
@@ -87,24 +92,13 @@ class Gefen(TransformOptimizer):
             "stochastic_rounding": stochastic_rounding,
             "error_if_nonfinite": error_if_nonfinite,
         }
-        self._start = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
-        check_adam(self._start)
+        self._start = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         rounding = "stochastic" if stochastic_rounding else "nearest"
         fixed = {"second_moment": second_moment, "b2_warmup": b2_warmup, "block": block, "codebook": codebook}
         rule = _rule(maximize, {**fixed, "rounding": rounding})
-        b1, b2 = betas
-        tx = inject_hyperparams(rule)(float(lr), float(b1), float(b2), float(eps), float(weight_decay))
-        super().__init__(params, tx)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; see `TransformOptimizer.add_param_group`.
-
-        Raises:
-            ValueError: for a value out of range.
-        """
-        group = {**self._start, **param_group}
-        check_adam(group)
-        super().add_param_group(group)
+        groups.check_values(lambda values: rule(**values), self._start, self.keys, read=True)
+        values = {name: float(x) for name, x in groups.read_values(self._start, self.keys).items()}
+        super().__init__(params, inject_hyperparams(rule)(**values))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild from the arguments, then put the state back."""
@@ -137,23 +131,12 @@ def _refuse(**flags: bool) -> None:
             raise ValueError(f"`{name}` must be False: got True. {_REFUSED[name]}.")
 
 
-def check_adam(group: Mapping[str, Any]) -> None:
-    """Refuse hyperparameters out of range, as torch does.
-
-    Raises:
-        ValueError: naming the key.
-    """
-    for key in ("lr", "eps", "weight_decay"):
-        if not 0.0 <= float(group[key]) < float("inf"):
-            raise ValueError(f"`{key}` must be finite and >= 0: got {group[key]}. Check the argument's order and sign.")
-    if len(group["betas"]) != 2 or not all(0.0 <= float(b) < 1.0 for b in group["betas"]):
-        raise ValueError(f"`betas` must be two numbers in [0, 1): got {group['betas']}. The default is (0.9, 0.999).")
-
-
 def _rule(maximize: bool, fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
     """The factory whose numbers are injected."""
 
-    def rule(learning_rate: Any, b1: Any, b2: Any, eps: Any, weight_decay: Any) -> GradientTransformation:
+    def rule(
+        learning_rate: Any = 1e-3, b1: Any = 0.9, b2: Any = 0.999, eps: Any = 1e-8, weight_decay: Any = 0.0
+    ) -> GradientTransformation:
         tx = gefen(learning_rate, b1, b2, eps, weight_decay, **fixed)
         return chain(scale(-1.0), tx) if maximize else tx
 
