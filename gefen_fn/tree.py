@@ -140,14 +140,20 @@ def leaf_choices(prefix: Tree, tree: Tree) -> list[Any]:
     """The choice in `prefix` for each leaf of `tree`, in order; a leaf of `prefix` may stand for a whole subtree.
 
     A list and not a tree, because a compiled graph cannot rebuild trees of constants.
+
+    Raises:
+        StructureError: if `prefix` is deeper than `tree`, or of another structure.
     """
     spec = tree_structure(tree)
     try:
-        return spec.flatten_up_to(prefix)
+        choices = spec.flatten_up_to(prefix)
     except (ValueError, TypeError):
         heads, head_spec = _flatten(prefix)
         parts = _match(head_spec, tree)
-        return [head for head, part in zip(heads, parts, strict=True) for _ in tree_leaves(part)]
+        choices = [head for head, part in zip(heads, parts, strict=True) for _ in tree_leaves(part)]
+    if any(isinstance(choice, (dict, list)) for choice in choices):
+        raise StructureError("Masks and labels must be no deeper than the tree: got several for one leaf. Give one.")
+    return choices
 
 
 def check_leaves(tree: Tree) -> None:

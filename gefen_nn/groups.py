@@ -96,9 +96,8 @@ def check_values(rebuild: Callable[[dict[str, Any]], Any], group: Mapping[str, A
         if len(parts) != len(names) or not all(map(_is_number, parts)):
             count = f"{len(names)} numbers" if len(names) > 1 else "a number or a 0-dim tensor"
             raise ValueError(f"`{key}` must be {count}: got {group.get(key)!r}. Leave it out for the default.")
-        values = [float(x.detach()) if isinstance(x, Tensor) and read else x for x in parts]
         try:
-            rebuild({n: x.reshape(()) if isinstance(x, Tensor) else x for n, x in zip(names, values, strict=True)})
+            rebuild({name: _plain(x, read) for name, x in zip(names, parts, strict=True)})
         except (TypeError, ValueError) as error:
             raise ValueError(f"`{key}` of a group: {error}") from error
 
@@ -112,6 +111,12 @@ def _parts(value: Any, names: tuple[str, ...]) -> Sequence[Any]:
 
 def _is_number(x: Any) -> bool:
     return x.numel() == 1 if isinstance(x, Tensor) else isinstance(x, Real) and not isinstance(x, bool)
+
+
+def _plain(x: Any, read: bool) -> float | Tensor:
+    if isinstance(x, Tensor) and not read:
+        return x.reshape(())
+    return float(x.detach() if isinstance(x, Tensor) else x)
 
 
 def check_changes(
