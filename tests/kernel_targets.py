@@ -14,6 +14,8 @@ from unittest import mock
 import triton
 from triton.backends.compiler import GPUTarget
 
+import gefen_kernels
+
 TARGETS = {
     "cuda 80": GPUTarget("cuda", 80, 32),
     "cuda 90": GPUTarget("cuda", 90, 32),
@@ -47,6 +49,13 @@ class _Driver:
         self.get_current_stream = lambda device: 0
 
 
+def interpreted_kernel(function: Callable[..., Any]) -> Any:
+    """`triton.jit` for triton's interpreter, which runs kernels on CPU tensors."""
+    with triton.knobs.runtime.scope():
+        triton.knobs.runtime.interpret = True
+        return triton.jit(function)
+
+
 def interpreted(name: str) -> ModuleType:
     """A module of `gefen_kernels` whose kernels run on CPU tensors, by triton's interpreter.
 
@@ -54,17 +63,23 @@ def interpreted(name: str) -> ModuleType:
     this process has imported before. Such kernels may not call what `triton.language` itself defines as kernels
     (`tl.sum`, `tl.max`, `tl.zeros`, `tl.cdiv`): those are as triton was first imported.
     """
-    kept = _take_modules()
+    compiled_ones = _take_modules()
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.interpret = True
         module = importlib.import_module(name)
     _take_modules()
-    sys.modules.update(kept)
+    for key, kept in compiled_ones.items():
+        sys.modules[key] = kept
+        setattr(gefen_kernels, key.rpartition(".")[2], kept)
     return module
 
 
 def _take_modules() -> dict[str, ModuleType]:
-    return {key: sys.modules.pop(key) for key in list(sys.modules) if key.startswith("gefen_kernels.triton_")}
+    """Forget the modules of kernels, and return them."""
+    taken = {key: sys.modules.pop(key) for key in list(sys.modules) if key.startswith("gefen_kernels.triton_")}
+    for key in taken:
+        vars(gefen_kernels).pop(key.rpartition(".")[2], None)
+    return taken
 
 
 def recorded(call: Callable[[], object]) -> list[Launch]:

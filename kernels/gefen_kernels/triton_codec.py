@@ -19,7 +19,7 @@ from . import reference
 from .reference import Ties
 
 _CELLS = 16384
-_ENTRIES = 2048  # of one program
+_ENTRIES, _FEWER = 2048, 512  # of one program; fewer where a thread's registers would not hold them
 _PROGRAMS = 1024  # of a histogram: enough to fill any device, few enough to add up
 # Not `tl.max` and `tl.sum`: kernels that triton made as it was imported, for the compiler or the interpreter alone.
 _larger, _plus = tl.standard._elementwise_max, tl.standard._sum_combine
@@ -51,9 +51,6 @@ class Blocks(NamedTuple):
     per_row: int
     columns: int
     block: int
-
-
-# ---- functions of registers
 
 
 @jit
@@ -178,9 +175,6 @@ def place(
     return first[:, None] + column, mask, index, length
 
 
-# ---- kernels
-
-
 @jit
 def _encode_kernel(
     x: tl.tensor, noise: tl.tensor, codes: tl.tensor, absmax: tl.tensor, book: tl.tensor, search: tl.tuple,
@@ -253,9 +247,6 @@ def _translate_kernel(codes: tl.tensor, table: tl.tensor, out: tl.tensor, size: 
     tl.store(out + offset, tl.load(table + code.to(tl.int32)), mask=offset < size)
 
 
-# ---- launchers
-
-
 def launch(kernel: Any, programs: int, *args: Any, warps: int = 4, **constants: bool | int | str) -> None:
     """Run a kernel as `programs` programs, without contraction of a product into a sum.
 
@@ -301,7 +292,7 @@ def search_of(codebook: Tensor, ties: Ties = "zero") -> Search:
 
 def nearest(x: Tensor, codebook: Tensor, *, ties: Ties = "zero") -> Tensor:
     """`reference.nearest`."""
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    codes = x.new_empty(x.shape, dtype=torch.uint8)
     _launch_flat(_nearest_kernel, x.to(torch.float32).contiguous(), codes, search_of(codebook, ties))
     return codes
 
@@ -310,11 +301,13 @@ def encode(
     x: Tensor, codebook: Tensor, *, block: int, start: int = 1, ties: Ties = "zero", noise: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """`reference.encode`."""
-    book, absmax = codebook.contiguous(), _scales(x, block, start)
-    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    search = search_of(book, ties) if noise is None else _level_search(book)
-    noise = None if noise is None else noise.contiguous()
-    entries = _ENTRIES if noise is None else _ENTRIES // 2  # the registers of a thread hold no more
+    absmax = x.new_empty(reference.scale_shape(x.shape, block, start), dtype=torch.float32)
+    codes, book = x.new_empty(x.shape, dtype=torch.uint8), codebook.contiguous()
+    if noise is None:
+        search, entries = search_of(book, ties), _ENTRIES
+    else:  # the level at or below x, of those with one above: at or above a level is above the number before it
+        levels, noise = book[1:-1], noise.contiguous()
+        search, entries = _search(book, torch.nextafter(levels, torch.full_like(levels, -math.inf))), _FEWER
     _launch_blocks(_encode_kernel, _entries(x), block, start, noise, codes, absmax, book, search, entries=entries)
     return codes, absmax
 
@@ -322,7 +315,7 @@ def encode(
 def decode(codes: Tensor, absmax: Tensor, codebook: Tensor, *, block: int, start: int = 1) -> Tensor:
     """`reference.decode`."""
     reference.expand_blocks(absmax.to("meta"), codes.shape, block=block, start=start)  # raises where shapes do not fit
-    out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    out = codes.new_empty(codes.shape, dtype=torch.float32)
     args = (absmax.contiguous(), codebook.contiguous(), out)
     _launch_blocks(_decode_kernel, codes.contiguous(), block, start, *args)
     return out
@@ -330,7 +323,7 @@ def decode(codes: Tensor, absmax: Tensor, codebook: Tensor, *, block: int, start
 
 def requantize(codes: Tensor, old: Tensor, new: Tensor, *, ties: Ties = "zero") -> Tensor:
     """`reference.requantize`."""
-    out = torch.empty(codes.shape, dtype=torch.uint8, device=codes.device)
+    out = codes.new_empty(codes.shape)
     _launch_flat(_translate_kernel, codes.contiguous(), nearest(old, new, ties=ties), out)
     return out
 
@@ -362,12 +355,8 @@ def _entries(x: Tensor) -> Tensor:
     return (x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.to(torch.float32)).contiguous()
 
 
-def _scales(x: Tensor, block: int, start: int) -> Tensor:
-    return torch.empty(reference.scale_shape(x.shape, block, start), dtype=torch.float32, device=x.device)
-
-
 def _statistic(x: Tensor, block: int, start: int, name: str) -> Tensor:
-    out = _scales(x, block, start)
+    out = x.new_empty(reference.scale_shape(x.shape, block, start), dtype=torch.float32)
     _launch_blocks(_statistic_kernel, _entries(x), block, start, out, STATISTIC=name)
     return out
 
@@ -388,7 +377,7 @@ def _launch_blocks(
 
 def _launch_flat(kernel: Any, x: Tensor, *args: Any) -> None:
     """Launch a kernel that knows no blocks: its arguments are x, `args` and the number of entries."""
-    launch(kernel, triton.cdiv(x.numel(), _ENTRIES), x, *args, x.numel(), WIDTH=_ENTRIES)
+    launch(kernel, triton.cdiv(x.numel(), _FEWER), x, *args, x.numel(), WIDTH=_FEWER)
 
 
 def _search(codebook: Tensor, bounds: Tensor) -> Search:
@@ -403,9 +392,3 @@ def _search(codebook: Tensor, bounds: Tensor) -> Search:
     info = torch.stack([fullest, torch.full_like(fullest, middle), first, last]).to(torch.int32)
     padding = bounds.new_full((256 - bounds.shape[0],), math.inf)
     return Search(table.to(torch.uint8), torch.cat([bounds, padding]), info)
-
-
-def _level_search(codebook: Tensor) -> Search:
-    """Finds the level at or below x, of those with one above: at or above a level is above the number before it."""
-    levels = codebook[1:-1]
-    return _search(codebook, torch.nextafter(levels, torch.full_like(levels, -math.inf)))
