@@ -21,6 +21,7 @@ from gefen_kernels.step import Leaf
 _KINDS = {torch.float32: loops.FP32, torch.bfloat16: loops.BF16, torch.float16: loops.FP16}
 _POLICIES = {"dense": cpu_step.DENSE, "block": cpu_step.BLOCKS, "factored": cpu_step.FACTORED}
 _TASK = 1 << 17  # entries of a task: small enough to share out, large enough to be worth the call
+_STRETCH = 2048  # columns of a factored leaf that are read together: a page or two of each row
 _ALONE = 1 << 16  # entries that one thread does sooner than two
 
 Ints = npt.NDArray[np.int64]
@@ -147,25 +148,37 @@ class Sizes(NamedTuple):
     Attributes:
         line: entries of a block, of a run of columns, or runs of a row, whichever is most.
         columns: of a leaf.
-        runs: of all rows of a tile.
+        levels: entries of all levels of the tree over rows.
+        runs: of all rows of a task.
     """
 
     line: int
     columns: int
+    levels: int
     runs: int
 
     @property
     def floats(self) -> int:
-        """Four lines, the tree over rows, the factors of the columns, and the sums of the runs."""
-        return 4 * self.line + loops.LEVELS * loops.RUN + self.columns + self.runs
+        """Four lines, the levels, the factors of the columns, and the sums of the runs."""
+        return 4 * self.line + self.levels + self.columns + self.runs
 
 
 def _sizes(table: Ints) -> Sizes:
-    rows, height = table[:, cpu_step.ROWS], table[:, cpu_step.TILE_ROWS]
+    rows, height, columns = table[:, cpu_step.ROWS], table[:, cpu_step.TILE_ROWS], table[:, cpu_step.COLUMNS]
+    width = table[:, cpu_step.TILE_COLUMNS]
     tallest = rows - height * (np.maximum(rows // height, 1) - 1)
-    runs = -(-table[:, cpu_step.TILE_COLUMNS] // loops.RUN)
+    together = np.array([_tiles_together(row) for row in table.tolist()])
+    runs = -(-width // loops.RUN)
+    levels = np.ceil(np.log2(tallest + 1)).astype(np.int64)
     line = max(int(table[:, cpu_step.BLOCK].max()), loops.RUN, int(runs.max()))
-    return Sizes(line, int(table[:, cpu_step.COLUMNS].max()), int((tallest * runs).max()))
+    most = (levels * np.minimum(width * together, columns)).max(), (tallest * runs * together).max()
+    return Sizes(line, int(columns.max()), int(most[0]), int(most[1]))
+
+
+def _tiles_together(row: list[int]) -> int:
+    """Column tiles of one task: about `_STRETCH` columns, and all where blocks cross the edges of tiles."""
+    width, tiles = row[cpu_step.TILE_COLUMNS], -(-row[cpu_step.COLUMNS] // row[cpu_step.TILE_COLUMNS])
+    return min(tiles, max(1, _STRETCH // width)) if width % row[cpu_step.BLOCK] == 0 else tiles
 
 
 def _tasks(index: int, row: list[int]) -> Iterator[tuple[int, int, int, int, int]]:
@@ -193,8 +206,7 @@ def _tiles(index: int, row: list[int]) -> Iterator[tuple[int, int, int, int, int
         row[n] for n in (cpu_step.ROWS, cpu_step.COLUMNS, cpu_step.TILE_ROWS, cpu_step.TILE_COLUMNS)
     )
     number = row[cpu_step.ENTRIES] // (rows * columns) * max(1, rows // height)
-    tiles = -(-columns // width)
-    step = max(1, _TASK // (height * width)) if width % row[cpu_step.BLOCK] == 0 else tiles
+    tiles, step = -(-columns // width), _tiles_together(row)
     for tile in range(number):
         for first in range(0, tiles, step):
             yield index, tile, 0, first, min(first + step, tiles)

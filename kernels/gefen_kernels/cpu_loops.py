@@ -11,7 +11,6 @@ from numba.extending import intrinsic
 
 F32, U8, U16, U32, I64 = np.float32, np.uint8, np.uint16, np.uint32, np.int64
 RUN = 256  # columns whose squares are added at one time
-LEVELS = 40  # of the pairwise tree over rows: enough for 2^39 of them
 TINY = F32(np.finfo(np.float32).tiny)
 HALF_CELLS = 8192
 
@@ -172,10 +171,10 @@ def _ragged_tree(x, count, work):
 
 
 @compiled
-def add_row(row, index, count, levels, work):
+def add_row(row, index, count, levels, stride, work):
     """Add row number `index` to the tree over rows, a binary counter: level k holds a sum of 2^k rows.
 
-    `levels` is the address of fp32 `[LEVELS, RUN]`.
+    Level k lies at the address `levels + k * stride`.
     """
     full = floats(levels, count)
     if index & 1 == 0:
@@ -185,25 +184,25 @@ def add_row(row, index, count, levels, work):
     for j in range(count):
         work[j] = full[j] + row[j]
     index >>= 1
-    level = 1
+    levels += stride
     while index & 1:
-        full = floats(levels + 4 * RUN * level, count)
+        full = floats(levels, count)
         for j in range(count):
             work[j] = full[j] + work[j]
         index >>= 1
-        level += 1
-    empty = floats(levels + 4 * RUN * level, count)
+        levels += stride
+    empty = floats(levels, count)
     for j in range(count):
         empty[j] = work[j]
 
 
 @compiled
-def close_rows(rows, count, levels, out):
+def close_rows(rows, count, levels, stride, out):
     """The sum of all `rows` rows: what is left on the lower levels meets only zeros before it is added."""
     started = False
-    for level in range(LEVELS):
-        if (rows >> level) & 1:
-            part = floats(levels + 4 * RUN * level, count)
+    while rows:
+        if rows & 1:
+            part = floats(levels, count)
             if started:
                 for j in range(count):
                     out[j] = part[j] + out[j]
@@ -211,6 +210,8 @@ def close_rows(rows, count, levels, out):
                 for j in range(count):
                     out[j] = part[j]
             started = True
+        rows >>= 1
+        levels += stride
 
 
 @compiled
@@ -226,15 +227,15 @@ def largest(x, count):
 
 
 @compiled
-def encode(x, count, top, cells, bounds, comparisons, zeros, codes, starts, limits):
+def encode(x, count, top, cells, bounds, comparisons, zeros, codes, starts, limits, ratios):
     """Codes of `x / top`: a start from the cell, then comparisons; see `gefen_kernels.cpu.Codebook`.
 
-    The look-ups have loops of their own, so that the others are vectorised; `codes`, `starts` and `limits` are scratch
-    for them.
+    The look-ups have loops of their own, so that the others are vectorised; the last three arrays are scratch.
     """
     index = limits.view(U32)
     for j in range(count):
         ratio = x[j] / top
+        ratios[j] = ratio
         ratio = ratio if abs(ratio) <= F32(1) else F32(0)
         index[j] = np.int32((ratio + F32(1)) * F32(HALF_CELLS))
     for j in range(count):
@@ -243,12 +244,12 @@ def encode(x, count, top, cells, bounds, comparisons, zeros, codes, starts, limi
         limits[j] = bounds[k]
     for _ in range(1, comparisons):
         for j in range(count):
-            k = U8(starts[j] + U8(x[j] / top > limits[j]))
+            k = U8(starts[j] + U8(ratios[j] > limits[j]))
             starts[j] = k
             limits[j] = bounds[k]
     first, span = U32(zeros[0]), U32(zeros[1])
     for j in range(count):
-        ratio = x[j] / top
+        ratio = ratios[j]
         k = U32(U32(starts[j]) + U32(ratio > limits[j]))
         codes[j] = U8(U32(128) if not abs(ratio) <= F32(1) or U32(k - first) < span else k)
 

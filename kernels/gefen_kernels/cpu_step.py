@@ -10,7 +10,6 @@ from gefen_kernels.cpu_loops import (
     BF16,
     F32,
     FP32,
-    LEVELS,
     RUN,
     TINY,
     add_row,
@@ -58,24 +57,35 @@ B1, NOT_B1, B2, NOT_B2, CORRECTION1, ROOT_CORRECTION2, EPS, STEP, DECAY, GRAD_SC
 
 
 @compiled
-def _load_grad(leaf, scalars, options, first, count, out):
-    """The gradient as the first moment meets it: negated, and scaled with one rounding to its dtype."""
-    kind = leaf[GRAD_KIND]
-    load(kind, leaf[GRAD], first, count, out)
+def _load_grad(leaf, scalars, options, first, count, room):
+    """The gradient as the first moment meets it: negated, and scaled with one rounding to its dtype.
+
+    Where nothing is to be done it is read in place; callers do not write to it.
+    """
+    kind, address = leaf[GRAD_KIND], leaf[GRAD]
+    if kind == FP32 and not (options[0] or options[1]):
+        return floats(address + 4 * first, count)
+    load(kind, address, first, count, room)
     if options[0]:
         for j in range(count):
-            out[j] = -out[j]
+            room[j] = -room[j]
     if options[1]:
-        s = scalars[GRAD_SCALE]
-        if kind == FP32:
-            for j in range(count):
-                out[j] = out[j] * s
-        elif kind == BF16:
-            for j in range(count):
-                out[j] = from_bf16(to_bf16(out[j] * s))
-        else:
-            for j in range(count):
-                out[j] = from_fp16(to_fp16(out[j] * s))
+        _scale(kind, scalars[GRAD_SCALE], count, room)
+    return room
+
+
+@compiled
+def _scale(kind, factor, count, g):
+    """`factor * g`, rounded to the dtype that `kind` names."""
+    if kind == FP32:
+        for j in range(count):
+            g[j] = g[j] * factor
+    elif kind == BF16:
+        for j in range(count):
+            g[j] = from_bf16(to_bf16(g[j] * factor))
+    else:
+        for j in range(count):
+            g[j] = from_fp16(to_fp16(g[j] * factor))
 
 
 @compiled
@@ -107,7 +117,7 @@ def _apply(leaf, scalars, first, count, d, root, p):
 
 
 @compiled
-def _moment(leaf, scalars, code, from_stored, block, first, count, g, m, limits, starts):
+def _moment(leaf, scalars, code, from_stored, block, first, count, g, m, limits, starts, spare):
     """Decode, average and re-encode one block; `m` becomes the moment that drives the step."""
     book, cells, bounds, comparisons, zeros = code
     codes = bytes(leaf[MU] + first, count)
@@ -119,7 +129,7 @@ def _moment(leaf, scalars, code, from_stored, block, first, count, g, m, limits,
         m[j] = m[j] * top * b1 + g[j] * not_b1
     top = largest(m, count)
     scale[0] = top
-    encode(m, count, top, cells, bounds, comparisons, zeros, codes, starts, limits)
+    encode(m, count, top, cells, bounds, comparisons, zeros, codes, starts, limits, spare)
     if from_stored:
         for j in range(count):
             m[j] = book[codes[j]] * top
@@ -145,11 +155,11 @@ def _dense_root(leaf, scalars, first, count, g, root):
 @compiled
 def _dense_leaf(leaf, scalars, options, first, last, room):
     """Adam on entries `first..last` of a leaf with fp32 moments."""
-    g, root, p = room[0], room[1], room[2]
+    root, p = room[1], room[2]
     b1, not_b1 = scalars[B1], scalars[NOT_B1]
     for start in range(first, last, RUN):
         count = min(RUN, last - start)
-        _load_grad(leaf, scalars, options, start, count, g)
+        g = _load_grad(leaf, scalars, options, start, count, room[0])
         _dense_root(leaf, scalars, start, count, g, root)
         mu = floats(leaf[MU] + 4 * start, count)
         for j in range(count):
@@ -169,43 +179,83 @@ def _block_root(leaf, scalars, block, count, g, root, work):
 
 
 @compiled
-def _tile_statistics(leaf, scalars, options, tile, start, stop, room):
-    """Average row and column means of one tile; `factors[start:stop]` becomes `sqrt(col / mean(col))`.
+def _square_sums(leaf, scalars, options, first_row, rows, first_tile, last_tile, room):
+    """Sum g^2 over the rows of some tiles, row after row, so that memory is read in long stretches.
 
-    `tile` numbers the row tile over all batches.
+    Leaves the sums of runs in `sums`, those of columns in the levels of the tree.
     """
-    g, square, work, _, _, factors, levels, runs = room
+    _, square, work, _, _, _, levels, sums = room
     columns, width = leaf[COLUMNS], leaf[TILE_COLUMNS]
-    first_row, rows, batch_row, local = _row_tile(leaf, tile)
-    b2, not_b2 = scalars[B2], scalars[NOT_B2]
+    start, stride = first_tile * width, 4 * (min(last_tile * width, columns) - first_tile * width)
+    n = 0
+    for r in range(first_row, first_row + rows):
+        for tile in range(first_tile, last_tile):
+            stop = min((tile + 1) * width, columns)
+            for left in range(tile * width, stop, RUN):
+                count = min(RUN, stop - left)
+                g = _load_grad(leaf, scalars, options, r * columns + left, count, room[0])
+                for j in range(count):
+                    square[j] = g[j] * g[j]
+                sums[n] = tree(square, count, work)
+                n += 1
+                add_row(square, r - first_row, count, levels + 4 * (left - start), stride, work)
+
+
+@compiled
+def _column_means(leaf, scalars, tile, start, stop, first_tile, last_tile, room):
+    """Average the column means of one tile; `factors[start:stop]` becomes the new averages."""
+    _, square, _, _, _, factors, levels, _ = room
+    columns, width = leaf[COLUMNS], leaf[TILE_COLUMNS]
+    group, stride = first_tile * width, 4 * (min(last_tile * width, columns) - first_tile * width)
+    _, rows, batch_row, local = _row_tile(leaf, tile)
     packed, slots = leaf[PACKED], -(-columns // leaf[PACKED])
     col = floats(leaf[COL] + 4 * batch_row * slots, leaf[ROWS] * slots)
-    number = (stop - start + RUN - 1) // RUN
     for left in range(start, stop, RUN):
         count = min(RUN, stop - left)
-        for i in range(rows):
-            _load_grad(leaf, scalars, options, (first_row + i) * columns + left, count, g)
-            for j in range(count):
-                square[j] = g[j] * g[j]
-            runs[i * number + (left - start) // RUN] = tree(square, count, work)
-            add_row(square, i, count, levels, work)
-        close_rows(rows, count, levels, square)
+        close_rows(rows, count, levels + 4 * (left - group), stride, square)
         for j in range(count):
             c = left + j
             slot = (local * leaf[TILE_ROWS] + c % packed) * slots + c // packed
-            factors[c] = _average(col, slot, b2, not_b2, square[j] / F32(rows))
-    tiles = -(-columns // width)
-    row = floats(leaf[NU] + 4 * first_row * tiles, rows * tiles)
-    for i in range(rows):
-        mean = tree(runs[i * number : (i + 1) * number], number, work) / F32(stop - start)
-        _average(row, i * tiles + start // width, b2, not_b2, mean)
+            factors[c] = _average(col, slot, scalars[B2], scalars[NOT_B2], square[j] / F32(rows))
+
+
+@compiled
+def _normalise(start, stop, factors, sums, work):
+    """Divide `factors[start:stop]` by their mean, and take the roots."""
+    number = (stop - start + RUN - 1) // RUN
     for k in range(number):
         left = start + k * RUN
-        square[k] = tree(factors[left : left + RUN], min(RUN, stop - left), work)
-    norm = tree(square, number, work) / F32(stop - start)
+        sums[k] = tree(factors[left : left + RUN], min(RUN, stop - left), work)
+    norm = tree(sums, number, work) / F32(stop - start)
     norm = TINY if norm < TINY else norm
     for c in range(start, stop):
         factors[c] = np.sqrt(factors[c] / norm)
+
+
+@compiled
+def _tile_statistics(leaf, scalars, options, tile, first_tile, last_tile, room):
+    """Average row and column means of some column tiles of a row tile.
+
+    `tile` numbers the row tile over all batches; the factors in `room` become `sqrt(col / mean(col))`.
+    """
+    _, square, work, _, _, factors, _, sums = room
+    columns, width = leaf[COLUMNS], leaf[TILE_COLUMNS]
+    first_row, rows, _, _ = _row_tile(leaf, tile)
+    _square_sums(leaf, scalars, options, first_row, rows, first_tile, last_tile, room)
+    tiles = -(-columns // width)
+    row = floats(leaf[NU] + 4 * first_row * tiles, rows * tiles)
+    n = 0
+    for i in range(rows):
+        for k in range(first_tile, last_tile):
+            length = min((k + 1) * width, columns) - k * width
+            number = (length + RUN - 1) // RUN
+            mean = tree(sums[n : n + number], number, work) / F32(length)
+            n += number
+            _average(row, i * tiles + k, scalars[B2], scalars[NOT_B2], mean)
+    for k in range(first_tile, last_tile):
+        start, stop = k * width, min((k + 1) * width, columns)
+        _column_means(leaf, scalars, tile, start, stop, first_tile, last_tile, room)
+        _normalise(start, stop, factors, square, work)
 
 
 @compiled
@@ -238,36 +288,30 @@ def _update_rows(leaf, scalars, code, options, first_row, rows, start, stop, roo
     `code` is a `cpu.Codebook`, `options` is `(negate, scaled, from_stored)`, and the factors in `room` are the
     `sqrt(col / mean(col))` of every column of a factored leaf.
     """
-    g, m, root, work, starts, factors, _, _ = room
+    spare, m, root, work, starts, factors, _, _ = room
     columns, block, policy = leaf[COLUMNS], leaf[BLOCK], leaf[POLICY]
     blocks, tiles = -(-columns // block), -(-columns // leaf[TILE_COLUMNS])
     for r in range(first_row, first_row + rows):
         for left in range(start, stop, block):
             count, first, index = min(block, stop - left), r * columns + left, r * blocks + left // block
-            _load_grad(leaf, scalars, options, first, count, g)
+            g = _load_grad(leaf, scalars, options, first, count, room[0])
             if policy == DENSE:
                 _dense_root(leaf, scalars, first, count, g, root)
             elif policy == BLOCKS:
                 _block_root(leaf, scalars, index, count, g, root, work)
             else:
                 _factored_root(leaf, floats(leaf[NU] + 4 * r * tiles, tiles), left, count, factors, root)
-            _moment(leaf, scalars, code, options[2], index, first, count, g, m, work, starts)
+            _moment(leaf, scalars, code, options[2], index, first, count, g, m, work, starts, spare)
             _apply(leaf, scalars, first, count, m, root, work)
 
 
 @compiled
 def _factored(leaf, scalars, code, options, tile, first_tile, last_tile, room):
-    """Step column tiles `first_tile..last_tile` of a row tile; each in one go where blocks do not cross its edges."""
-    columns, width = leaf[COLUMNS], leaf[TILE_COLUMNS]
+    """Step column tiles `first_tile..last_tile` of a row tile; its edges must be edges of blocks."""
     first_row, rows, _, _ = _row_tile(leaf, tile)
-    fits = width % leaf[BLOCK] == 0 or width >= columns
-    for k in range(first_tile, last_tile):
-        start, stop = k * width, min((k + 1) * width, columns)
-        _tile_statistics(leaf, scalars, options, tile, start, stop, room)
-        if fits:
-            _update_rows(leaf, scalars, code, options, first_row, rows, start, stop, room)
-    if not fits:
-        _update_rows(leaf, scalars, code, options, first_row, rows, 0, columns, room)
+    start, stop = first_tile * leaf[TILE_COLUMNS], min(last_tile * leaf[TILE_COLUMNS], leaf[COLUMNS])
+    _tile_statistics(leaf, scalars, options, tile, first_tile, last_tile, room)
+    _update_rows(leaf, scalars, code, options, first_row, rows, start, stop, room)
 
 
 @compiled
@@ -285,13 +329,13 @@ def step(tasks, table, scalars, code, options, sizes, scratch, starts):
         scratch: fp32, as many as `cpu.Sizes.floats` says.
         starts: uint8 `[sizes.line]`.
     """
-    line, columns, runs = sizes
+    line, columns, levels_size, runs = sizes
     base = scratch.ctypes.data
     g, m = floats(base, line), floats(base + 4 * line, line)
     root, work = floats(base + 8 * line, line), floats(base + 12 * line, line)
     levels = base + 16 * line
-    factors = floats(levels + 4 * LEVELS * RUN, columns)
-    sums = floats(levels + 4 * (LEVELS * RUN + columns), runs)
+    factors = floats(levels + 4 * levels_size, columns)
+    sums = floats(levels + 4 * (levels_size + columns), runs)
     book = (raw(code[0]), raw(code[1]), raw(code[2]), code[3], code[4])
     room = (g, m, root, work, raw(starts), factors, levels, sums)
     every_leaf, every_scalar = raw(table), raw(scalars)
