@@ -220,3 +220,34 @@ def share(work: Callable[[Ints], Any], tasks: Sequence[tuple[int, ...]], entries
         return [work(part) for part in parts]
     with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(work, parts))
+
+
+def histogram(x: Tensor, *, block: int, start: int = 1) -> Tensor:
+    """The counts of `reference.histogram`, int64 `[4096]`."""
+
+    def work(x: Tensor, columns: int, rows: Ints) -> Ints:
+        counts = np.zeros(4096, np.int64)
+        loops.histogram(x.data_ptr(), _KINDS[x.dtype], columns, block, rows[0, 0], rows[-1, 1], counts)
+        return counts
+
+    return torch.from_numpy(sum(_over_rows(work, x, start), np.zeros(4096, np.int64)))
+
+
+def sum_of_squares(x: Tensor, *, block: int = 256, start: int = 1) -> Tensor:
+    """The sum of `reference.sum_of_squares`, 0-dim float64; only the float64 additions may be in another order."""
+
+    def work(x: Tensor, columns: int, rows: Ints) -> float:
+        return float(loops.sum_of_squares(x.data_ptr(), _KINDS[x.dtype], columns, block, rows[0, 0], rows[-1, 1]))
+
+    return torch.tensor(sum(_over_rows(work, x, start), 0.0), dtype=torch.float64)
+
+
+def _over_rows(work: Callable[[Tensor, int, Ints], Any], x: Tensor, start: int) -> list[Any]:
+    """`work(x, columns, rows)` on parts of the rows of a leaf."""
+    if not x.numel():
+        return []
+    x = x.contiguous()
+    columns = int(np.prod(x.shape[start:], dtype=np.int64))
+    rows, step = x.numel() // columns, max(1, _TASK // columns)
+    tasks = [(first, min(first + step, rows)) for first in range(0, rows, step)]
+    return share(lambda part: work(x, columns, part), tasks, x.numel())

@@ -255,7 +255,7 @@ def encode(x, count, top, cells, bounds, comparisons, zeros, codes, starts, limi
 
 
 @compiled
-def histogram(grad, kind, rows, columns, block, first, last, counts):
+def histogram(grad, kind, columns, block, first, last, counts):
     """Count the entries of rows `first..last`, divided by their block's largest magnitude, into `counts`."""
     g = np.empty(block, F32)
     for r in range(first, last):

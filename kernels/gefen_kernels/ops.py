@@ -1,0 +1,27 @@
+"""The choice of a back end by device.
+
+A back end is a module with the names of the reference, as far as it speeds them up, and `gefen_step`, the whole step in
+place. Set the environment variable `GEFEN_REFERENCE=1` to do without.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+
+import torch
+
+_BACK_ENDS = {"cpu": ("numba", "gefen_kernels.cpu"), "cuda": ("triton", "gefen_kernels.triton_step")}
+
+
+def back_end(device: torch.device) -> ModuleType | None:
+    """The module that steps tensors of a device; None where only the reference can."""
+    if os.environ.get("GEFEN_REFERENCE", "0") not in ("", "0"):
+        return None
+    return _load(*_BACK_ENDS[device.type]) if device.type in _BACK_ENDS else None
+
+
+@functools.lru_cache
+def _load(needs: str, name: str) -> ModuleType | None:
+    return importlib.import_module(name) if importlib.util.find_spec(needs) else None
