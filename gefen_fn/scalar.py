@@ -70,6 +70,12 @@ def new_count() -> Tensor:
     return torch.zeros((), dtype=torch.int32, device="cpu")
 
 
+def is_schedule(value: Any) -> bool:
+    """Whether a hyperparameter is a function of the calls so far."""
+    # A compiled graph cannot ask a container whether it is callable.
+    return not isinstance(value, (dict, list, tuple)) and callable(value)
+
+
 def check_number(value: Any, holds: Callable[[float], bool], rule: str, fix: str) -> None:
     """Refuse a hyperparameter that is no number, 0-dim tensor, schedule or tree of those, or a number out of range.
 
@@ -82,7 +88,7 @@ def check_number(value: Any, holds: Callable[[float], bool], rule: str, fix: str
     Raises:
         ValueError: if it is none, or does not hold.
     """
-    if callable(value) or isinstance(value, Hyperparameter):
+    if is_schedule(value) or isinstance(value, Hyperparameter):
         return
     for x in [value] if value is None else (x for x in tree_leaves(value) if x is not None):
         fits = (

@@ -28,6 +28,7 @@ from gefen_fn.scalar import (
     check_nonnegative,
     check_number,
     check_state,
+    is_schedule,
     moving_average,
     multiply,
     new_count,
@@ -72,12 +73,12 @@ def by_scalar(name: str, value: Any, rule: TreeRule, **options: Any) -> Gradient
     """
 
     def init(params: Params) -> OptState:
-        return ScaleByScheduleState(new_count()) if callable(value) else EmptyState()
+        return ScaleByScheduleState(new_count()) if is_schedule(value) else EmptyState()
 
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
-        if not callable(value):
+        if not is_schedule(value):
             check_state(state, EmptyState)
             return rule(updates, value, params), state
         check_state(state, ScaleByScheduleState)

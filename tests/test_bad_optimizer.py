@@ -1,4 +1,4 @@
-"""What an optimizer cannot take is refused by rule, what came and fix; parameters, state and groups stay as they are."""
+"""What an optimizer cannot take is refused by rule, what came and fix; parameters, state and groups stay."""
 
 import copy
 

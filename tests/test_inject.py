@@ -193,3 +193,14 @@ def test_f8_a_schedule_is_taken_where_a_number_is(factory, name):
             tx.update(grads, s, leaves) for tx, s in zip((direct, injected), states, strict=True)
         )
         assert torch.equal(one["w"], two["w"])
+
+
+def test_values_per_leaf_compile_into_one_graph():
+    grads = params()
+    tx = inject_hyperparams(adamw)(0.1)
+    state = tx.init(grads)
+    rates = {"w": torch.tensor(0.1, dtype=torch.float64), "b": torch.tensor(0.2, dtype=torch.float64)}
+    state = state._replace(hyperparams={**state.hyperparams, "learning_rate": rates})
+    compiled, _ = torch.compile(tx.update, fullgraph=True, backend="eager")(grads, state, grads)
+    expected, _ = tx.update(grads, state, grads)
+    assert all(torch.equal(compiled[name], expected[name]) for name in grads)
