@@ -25,6 +25,7 @@ from gefen_fn.calibrate import calibrate, refresh
 from gefen_fn.clip import adaptive_grad_clip, clip, clip_by_block_rms, clip_by_global_norm, global_norm
 from gefen_fn.combine import MaskedState, PartitionState, chain, masked, named_chain, partition
 from gefen_fn.describe import LeafReport, Report, describe
+from gefen_fn.fuse import Step, fuse
 from gefen_fn.gefen import ScaleByGefenState, scale_by_gefen
 from gefen_fn.inject import InjectHyperparamsState, inject_hyperparams
 from gefen_fn.masks import decay_mask
@@ -95,6 +96,7 @@ __all__ = [
     "ScaleByLionState",
     "ScaleByScheduleState",
     "Schedule",
+    "Step",
     "StructureError",
     "TraceState",
     "Updates",
@@ -122,6 +124,7 @@ __all__ = [
     "find_block",
     "find_blocks",
     "flatten_state",
+    "fuse",
     "gefen",
     "global_norm",
     "gradient_histogram",

@@ -120,9 +120,13 @@ def learn_once(updates: Updates, codebook: Tensor, learned: Tensor, block: Block
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(_UNLEARNED)
     try:
-        counts = gradient_histogram(updates, block=block)
-        if not counts.any():
-            return codebook, learned
-        return learn_codebook(counts.cpu()).to(codebook.device), torch.ones_like(learned)
+        return learn_from(gradient_histogram(updates, block=block), codebook, learned)
     except RuntimeError as error:
         raise RuntimeError(_UNLEARNED) from error
+
+
+def learn_from(counts: Tensor, codebook: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
+    """The codebook of a histogram, and True; what was there before if nothing was counted."""
+    if not counts.any():
+        return codebook, learned
+    return learn_codebook(counts.cpu()).to(codebook.device), torch.ones_like(learned)

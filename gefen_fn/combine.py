@@ -93,8 +93,8 @@ def named_chain(*txs: tuple[str, GradientTransformation]) -> GradientTransformat
     return made(Recipe("named_chain", txs), init, update)
 
 
-def _resolve(choice: Any, updates: Tree, params: Params | None) -> list[Any]:
-    """The mask or label of each leaf of `updates`; a function sees params where there are any."""
+def choices_of(choice: Any, updates: Tree, params: Params | None) -> list[Any]:
+    """The mask or label of each leaf of `updates`, in order; a function sees params where there are any."""
     return leaf_choices(choice(updates if params is None else params) if callable(choice) else choice, updates)
 
 
@@ -133,13 +133,13 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     check_transform(inner)
 
     def init(params: Params) -> MaskedState:
-        return MaskedState(inner.init(_select(params, params, _bools(_resolve(mask, params, params)))))
+        return MaskedState(inner.init(_select(params, params, _bools(choices_of(mask, params, params)))))
 
     def update(
         updates: Updates, state: MaskedState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, MaskedState]:
         check_state(state, MaskedState)
-        keep = _bools(_resolve(mask, updates, params))
+        keep = _bools(choices_of(mask, updates, params))
         shown = _select(updates, updates, keep)
         new, inner_state = inner.update(shown, state.inner_state, _select(updates, params, keep), **extra)
         return _merge(updates, [int(k) for k in keep], updates, new), MaskedState(inner_state)
@@ -166,7 +166,7 @@ def partition(transforms: Mapping[Hashable, GradientTransformation], param_label
     known = list(transforms)
 
     def picks_of(updates: Tree, params: Params | None) -> list[int]:
-        labels = _resolve(param_labels, updates, params)
+        labels = choices_of(param_labels, updates, params)
         unknown = {str(label) for label in labels if label not in known}
         if unknown:
             raise ValueError(f"Every label needs a transform: got {sorted(unknown)}. Known are {known}.")

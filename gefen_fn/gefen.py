@@ -194,12 +194,12 @@ def _update_leaf(
     warmup: Scalar | None,
 ) -> tuple[Tensor, Tensor, Any, Any]:
     layout = leaf_layout(g.shape, block, flat=isinstance(rule.block, FlatBlocks))
-    _check_moment(g, mu, layout)
+    check_moment(g, mu, layout)
     g, t = g.float(), count + 1
     policy = policy_for(rule.second_moment, layout)
     d, mu = _dense_moment(g, mu, b1) if layout.dense else _moment(rule, codebook, g, mu, t, layout, seed, b1)
     if warmup is not None and policy.warms:
-        root, nu = policy.update(g, nu, _warm_decay(b2, t, warmup), layout)
+        root, nu = policy.update(g, nu, warm_decay(b2, t, warmup), layout)
     else:
         root, nu = policy.update(g, nu, b2, layout)
         root = root / reference.root(bias_correction(b2, t))
@@ -225,7 +225,7 @@ def _moment(
     return (m if rule.drive == "m" else reference.decode(*stored, book, block=block, start=start)), stored
 
 
-def _warm_decay(b2: Scalar, t: Tensor, warmup: Scalar) -> Tensor:
+def warm_decay(b2: Scalar, t: Tensor, warmup: Scalar) -> Tensor:
     """`min(b2, 1 - t^-q)` in float64: 0 at t = 1, so the weights of the average sum to one at every t."""
     rising = 1.0 - t.to(torch.float64) ** -exact(warmup)
     limit = exact(b2)
@@ -281,7 +281,7 @@ def _check_arguments(b1: Any, b2: Any, eps: Any, b2_warmup: Any, block: Blocks) 
         check_block(block.tree)
 
 
-def _check_moment(g: Tensor, mu: Any, layout: LeafLayout) -> None:
+def check_moment(g: Tensor, mu: Any, layout: LeafLayout) -> None:
     stored = mu.codes if isinstance(mu, Quantized) else mu
     shape = getattr(stored, "shape", None)
     if isinstance(mu, Quantized) == layout.dense or shape != g.shape:

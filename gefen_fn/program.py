@@ -1,0 +1,165 @@
+"""Reading an expression: which leaves of a transform a back end can step in place, as its recipe tells.
+
+An expression is recognised if, from left to right, it is
+
+    [scale(-1)] [clip_by_global_norm] part      or      [scale(-1)] [clip_by_global_norm] partition({label: part})
+    part = scale_by_gefen [add_decayed_weights, masked or not] [scale_by_learning_rate or its like]
+
+in any nesting of `chain`, `named_chain` and `inject_hyperparams`. Labels of a partition that are no such part, and
+leaves that no back end takes, go through the pure path inside the same step.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from gefen_fn.base import GradientTransformation, Recipe
+from gefen_fn.second_moment import Block, Dense, Factored
+
+Path = tuple[Any, ...]
+_RATES = {"scale_by_learning_rate": -1.0, "scale": 1.0, "scale_by_schedule": 1.0}
+
+
+class Stage(NamedTuple):
+    """A stage of an expression, and where its state lies.
+
+    Attributes:
+        recipe: its name and arguments.
+        path: fields, keys and indices from the root of the state to its state.
+        owner: the `inject_hyperparams` around it, whose state holds its marked arguments; None without.
+    """
+
+    recipe: Recipe
+    path: Path
+    owner: "Stage | None"
+
+
+class Part(NamedTuple):
+    """The stages that step one set of leaves in one go.
+
+    Attributes:
+        core: `scale_by_gefen`.
+        decay: `add_decayed_weights`, or None.
+        mask: which leaves decay; None for all.
+        rate: the stage that multiplies at the end, or None.
+        label: in a partition, the label of the leaves.
+    """
+
+    core: Stage
+    decay: Stage | None
+    mask: Any
+    rate: Stage | None
+    label: Any = None
+
+    @property
+    def sign(self) -> float:
+        """What the rate is multiplied by: -1 for a learning rate."""
+        if self.rate is None:
+            return 1.0
+        flips = self.rate.recipe.kwargs.get("flip_sign", True)
+        return _RATES[self.rate.recipe.name] if flips else 1.0
+
+
+class Program(NamedTuple):
+    """A recognised expression.
+
+    Attributes:
+        negate: whether the gradient is negated first.
+        clip: the `clip_by_global_norm`, or None.
+        parts: what is stepped in one go.
+        labels: of a partition: a tree of labels, or a function of params; None for one part.
+    """
+
+    negate: bool
+    clip: Stage | None
+    parts: tuple[Part, ...]
+    labels: Any
+
+    def __str__(self) -> str:
+        """The stages that are fused, part by part."""
+        before = ["scale"] * self.negate + ([self.clip.recipe.name] if self.clip is not None else [])
+        texts = []
+        for part in self.parts:
+            stages = [s.recipe.name for s in (part.core, part.decay, part.rate) if s is not None]
+            texts.append(" + ".join([*before, *stages]) + (f" for {part.label!r}" if self.labels is not None else ""))
+        return "; ".join(texts)
+
+
+def recognise(tx: GradientTransformation) -> Program | None:
+    """Read a program off a transform's recipe; None if it is another expression."""
+    stages = list(_stages(tx, (), None))
+    negate = bool(stages) and _is_negation(stages[0])
+    rest = stages[negate:]
+    clip = rest.pop(0) if rest and rest[0].recipe.name == "clip_by_global_norm" else None
+    if len(rest) == 1 and rest[0].recipe.name == "partition":
+        parts, labels = _partition(rest[0]), rest[0].recipe.args[1]
+    else:
+        part = _part(rest)
+        parts, labels = (() if part is None else (part,)), None
+    return Program(negate, clip, parts, labels) if parts else None
+
+
+def _stages(tx: Any, path: Path, owner: Stage | None) -> Iterator[Stage]:
+    """The stages from left to right, chains and injections opened."""
+    recipe = getattr(tx.update, "recipe", Recipe("unknown"))
+    if recipe.name == "chain":
+        for i, inner in enumerate(recipe.args):
+            yield from _stages(inner, (*path, i), owner)
+    elif recipe.name == "named_chain":
+        for name, inner in recipe.args:
+            yield from _stages(inner, (*path, name), owner)
+    elif recipe.marked is not None and (inner := _marked(recipe)) is not None:
+        yield from _stages(inner, (*path, "inner_state"), Stage(recipe, path, owner))
+    elif recipe.name != "identity":
+        yield Stage(recipe, path, owner)
+
+
+def _marked(recipe: Recipe) -> GradientTransformation | None:
+    """The inner transform with marked arguments; None if the factory computes with them, which a mark cannot do."""
+    try:
+        return recipe.marked() if recipe.marked is not None else None
+    except TypeError:
+        return None
+
+
+def _is_negation(stage: Stage) -> bool:
+    value = stage.recipe.args[0] if stage.recipe.name == "scale" else None
+    return isinstance(value, (int, float)) and value == -1
+
+
+def _partition(stage: Stage) -> tuple[Part, ...]:
+    transforms: Mapping[Any, GradientTransformation] = stage.recipe.args[0]
+    found = []
+    for label, tx in transforms.items():
+        part = _part(list(_stages(tx, (*stage.path, "inner_states", label), stage.owner)))
+        if part is not None:
+            found.append(part._replace(label=label))
+    return tuple(found)
+
+
+def _part(stages: list[Stage]) -> Part | None:
+    if not stages or not _is_core(stages[0].recipe):
+        return None
+    core, rest = stages[0], stages[1:]
+    decay, mask = _decay(rest[0]) if rest else (None, None)
+    if decay is not None:
+        rest = rest[1:]
+    if len(rest) > 1 or (rest and rest[0].recipe.name not in _RATES):
+        return None
+    return Part(core, decay, mask, rest[0] if rest else None)
+
+
+def _is_core(recipe: Recipe) -> bool:
+    if recipe.name != "scale_by_gefen":
+        return False
+    given = recipe.kwargs
+    return given["rounding"] == "nearest" and type(given["second_moment"]) in (Dense, Block, Factored)
+
+
+def _decay(stage: Stage) -> tuple[Stage | None, Any]:
+    """The decay in a stage, with its mask."""
+    if stage.recipe.name == "add_decayed_weights":
+        return stage, None
+    if stage.recipe.name == "masked" and stage.recipe.args[0].update.recipe.name == "add_decayed_weights":
+        inner, mask = stage.recipe.args
+        return Stage(inner.update.recipe, (*stage.path, "inner_state"), stage.owner), mask
+    return None, None

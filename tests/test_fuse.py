@@ -1,0 +1,197 @@
+"""A fused step is the unfused one: the same bits in parameters and state, on whatever back end is there."""
+
+import pytest
+import torch
+
+from gefen_fn import (
+    Block,
+    Dense,
+    Factored,
+    FlatBlocks,
+    MultiSteps,
+    StructureError,
+    adamw,
+    add_decayed_weights,
+    apply_updates,
+    chain,
+    clip,
+    clip_by_global_norm,
+    cosine_decay_schedule,
+    decay_mask,
+    flatten_state,
+    fuse,
+    gefen,
+    identity,
+    inject_hyperparams,
+    linear_schedule,
+    masked,
+    named_chain,
+    partition,
+    scale,
+    scale_by_gefen,
+    set_to_zero,
+)
+from gefen_kernels import ops
+
+SHAPES = {
+    "embed": (70, 300),
+    "w": (300, 520),
+    "conv": (64, 32, 3, 3),
+    "experts": (3, 40, 96),
+    "norm": (520,),
+    "none": (9,),
+}
+COSINE = cosine_decay_schedule(1e-2, 10)
+LABELS = {"embed": "adam", "w": "gefen", "conv": "gefen", "experts": "still", "norm": "gefen", "none": "gefen"}
+EXPRESSIONS = {
+    "gefen": lambda: gefen(1e-2),
+    "gefen with decay": lambda: gefen(1e-2, weight_decay=0.1),
+    "gefen with masked decay": lambda: gefen(1e-2, weight_decay=0.1, mask=decay_mask),
+    "fixed codebook": lambda: gefen(1e-2, codebook="fixed"),
+    "published": lambda: gefen(1e-2, second_moment=Block(), b2_warmup=None, drive="m_hat", block=FlatBlocks(100)),
+    "one tile": lambda: gefen(1e-2, second_moment=Factored()),
+    "dense": lambda: gefen(1e-2, second_moment=Dense()),
+    "flat blocks with tiles": lambda: gefen(1e-2, block=FlatBlocks(100)),
+    "odd blocks": lambda: gefen(1e-2, block={k: 100 if k == "w" else 64 for k in SHAPES}),
+    "schedules everywhere": lambda: gefen(COSINE, b1=linear_schedule(0.8, 0.9, 5), weight_decay=COSINE),
+    "clip": lambda: chain(clip_by_global_norm(0.5), gefen(COSINE, weight_decay=0.1)),
+    "clip by a schedule": lambda: chain(clip_by_global_norm(linear_schedule(1.0, 0.1, 4)), gefen(1e-2)),
+    "ascent": lambda: chain(scale(-1.0), gefen(1e-2)),
+    "injected": lambda: inject_hyperparams(gefen)(COSINE, weight_decay=0.1),
+    "injected clip": lambda: inject_hyperparams(lambda lr, c: chain(clip_by_global_norm(c), gefen(lr)))(1e-2, COSINE),
+    "named": lambda: named_chain(("moments", scale_by_gefen()), ("nothing", identity()), ("rate", scale(-1e-2))),
+    "partition": lambda: partition(
+        {"gefen": gefen(1e-2, weight_decay=0.1), "adam": adamw(COSINE), "still": set_to_zero()}, LABELS
+    ),
+    "clip before a partition": lambda: chain(
+        clip_by_global_norm(0.1),
+        partition(
+            {"a": gefen(1e-2), "b": gefen(2e-2, second_moment=Block())},
+            lambda p: {k: "a" if k in ("w", "norm") else "b" for k in p},
+        ),
+    ),
+    "clip before a partition in part": lambda: chain(
+        clip_by_global_norm(0.1),
+        partition({"gefen": gefen(1e-2), "adam": adamw(COSINE), "still": set_to_zero()}, LABELS),
+    ),
+}
+
+
+def noise(shape, seed, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator) ** 3).to(dtype)
+
+
+def gradients(step, dtype):
+    return {k: None if k == "none" else noise(s, 10 * step + i, dtype) for i, (k, s) in enumerate(SHAPES.items())}
+
+
+def differing(expected, got):
+    return [k for k in expected if not torch.equal(expected[k], got[k]) or expected[k].dtype != got[k].dtype]
+
+
+@pytest.mark.parametrize("make", EXPRESSIONS.values(), ids=EXPRESSIONS)
+def test_four_fused_steps_are_four_plain_ones(make):
+    tx = make()
+    step = fuse(tx)
+    plain = {k: noise(s, 1000 + i, torch.float32) for i, (k, s) in enumerate(SHAPES.items())}
+    fused = {k: p.clone() for k, p in plain.items()}
+    state, other = tx.init(plain), tx.init(fused)
+    for t in range(4):
+        grads = gradients(t, torch.float32)
+        updates, state = tx.update(grads, state, plain)
+        plain = apply_updates(plain, updates)
+        other = step(grads, other, fused)
+        assert differing(plain, fused) == [] and differing(flatten_state(state), flatten_state(other)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", ["gefen with decay", "clip", "ascent"])
+def test_other_dtypes_are_rounded_alike(name, dtype):
+    tx = EXPRESSIONS[name]()
+    step = fuse(tx)
+    plain = {k: noise(s, 1000 + i, dtype) for i, (k, s) in enumerate(SHAPES.items())}
+    fused = {k: p.clone() for k, p in plain.items()}
+    state, other = tx.init(plain), tx.init(fused)
+    for t in range(3):
+        updates, state = tx.update(gradients(t, dtype), state, plain)
+        plain = apply_updates(plain, updates)
+        other = step(gradients(t, dtype), other, fused)
+    assert differing(plain, fused) == [] and differing(flatten_state(state), flatten_state(other)) == []
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_strided_tensors_bad_gradients_and_threads_change_no_bit(threads):
+    tx, generator = gefen(1e-2), torch.Generator().manual_seed(0)
+    plain = {"a": torch.randn(600, 300, generator=generator).t(), "b": torch.randn(512, 512, generator=generator)}
+    fused = {"a": plain["a"].clone(memory_format=torch.preserve_format), "b": plain["b"].clone()}
+    grads = {"a": torch.randn(300, 600, generator=generator), "b": torch.randn(512, 512, generator=generator).t()}
+    grads["a"][3, 5], grads["a"][7, 0], grads["b"][9] = float("nan"), float("inf"), 0.0
+    assert not fused["a"].is_contiguous()
+    updates, state = tx.update(grads, tx.init(plain), plain)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    other = fuse(tx)(grads, tx.init(fused), fused)
+    torch.set_num_threads(before)
+    for expected, got in zip(
+        [*apply_updates(plain, updates).values(), *flatten_state(state).values()],
+        [*fused.values(), *flatten_state(other).values()],
+        strict=True,
+    ):
+        assert torch.equal(expected.nan_to_num(7.0), got.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        adamw(1e-3),
+        chain(clip(1.0), gefen(1e-3)),
+        chain(gefen(1e-3), gefen(1e-3)),
+        gefen(1e-3, rounding="stochastic"),
+        MultiSteps(gefen(1e-3), 2),
+        masked(gefen(1e-3), True),
+        chain(scale_by_gefen(), add_decayed_weights(0.1), add_decayed_weights(0.1)),
+        inject_hyperparams(lambda lr: gefen(lr * 2))(1e-3),
+        chain(),
+    ],
+    ids=lambda tx: repr(tx)[:40],
+)
+def test_another_expression_is_not_fused(tx):
+    assert fuse(tx) is None
+
+
+def test_the_program_says_what_is_fused():
+    text = str(fuse(EXPRESSIONS["clip before a partition"]()).program)
+    assert text.startswith(
+        "clip_by_global_norm + scale_by_gefen + add_decayed_weights + scale_by_learning_rate for 'a'"
+    )
+
+
+def test_a_gradient_that_does_not_fit_changes_nothing():
+    tx = gefen(1e-2)
+    params = {"a": torch.ones(64, 100), "b": torch.ones(64, 100)}
+    state = tx.init(params)
+    before = {k: x.clone() for k, x in flatten_state(state).items()}
+    with pytest.raises(StructureError):
+        fuse(tx)({"a": torch.ones(64, 100), "b": torch.ones(100, 64)}, state, params)
+    assert differing(before, flatten_state(state)) == [] and all((p == 1).all() for p in params.values())
+
+
+def test_a_changed_parameter_is_seen_by_autograd():
+    w = torch.ones(64, 100, requires_grad=True)
+    loss = (w * w).sum()
+    tx = gefen(1e-2)
+    fuse(tx)([torch.ones(64, 100)], tx.init([w]), [w])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_back_end_is_chosen_by_device_and_can_be_switched_off(monkeypatch):
+    assert ops.back_end(torch.device("cpu")).__name__ == "gefen_kernels.cpu"
+    monkeypatch.setenv("GEFEN_REFERENCE", "1")
+    assert ops.back_end(torch.device("cpu")) is None
+    tx, p, q = gefen(1e-2), torch.ones(64, 100), torch.ones(64, 100)
+    fuse(tx)(noise((64, 100), 0, torch.float32), tx.init(p), p)
+    monkeypatch.delenv("GEFEN_REFERENCE")
+    fuse(tx)(noise((64, 100), 0, torch.float32), tx.init(q), q)
+    assert torch.equal(p, q) and not torch.equal(p, torch.ones(64, 100))
