@@ -17,6 +17,7 @@ Keys = Mapping[str, tuple[str, ...]]  # from group key to the hyperparameters it
 _TORCH_NAMES = {"learning_rate": "lr"}
 _NAMES = "lr learning_rate betas beta1 beta2 b1 b2 eps weight_decay momentum dampening nesterov decay amsgrad maximize"
 _HYPERPARAMETERS = frozenset(_NAMES.split())
+_ROUNDING = 1e-12  # torch's LinearLR from 1/3 to 0 ends at -1.4e-20
 
 
 class ExpressionGroup(dict[str, Any]):
@@ -116,7 +117,8 @@ def _is_number(x: Any) -> bool:
 def _plain(x: Any, read: bool) -> float | Tensor:
     if isinstance(x, Tensor) and not read:
         return x.reshape(())
-    return float(x.detach() if isinstance(x, Tensor) else x)
+    number = float(x.detach() if isinstance(x, Tensor) else x)
+    return 0.0 if -_ROUNDING < number < 0.0 else number
 
 
 def check_changes(
@@ -183,6 +185,8 @@ def group_hyperparams(
 
 
 def _spread(values: list[Tensor], members: list[Sequence[str]]) -> Tensor | dict[str, Tensor]:
-    if all(torch.equal(value.cpu(), values[0].cpu()) for value in values[1:]):
+    # Dynamo cannot compare tensors: a compiled step of several groups takes every value per leaf.
+    traced = torch.compiler.is_compiling() and len(values) > 1
+    if not traced and all(torch.equal(value.cpu(), values[0].cpu()) for value in values[1:]):
         return values[0]
     return {name: value.clone() for value, names in zip(values, members, strict=True) for name in names}

@@ -166,6 +166,18 @@ def test_a_group_key_that_no_step_reads_is_refused(make, key):
     refuse(ValueError, lambda: make([{"params": [nn.Parameter(torch.ones(3))], key: 7}]), f"`{key}`")
 
 
+def test_a_scheduler_may_miss_0_by_a_rounding():
+    _, optimizer = made(OPTIMIZERS["Gefen"])
+    optimizer.param_groups[0]["lr"] = 3e-4
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / 3, 0.0, 25)
+    for _ in range(25):
+        optimizer.step()
+        scheduler.step()
+    assert -1e-19 < optimizer.param_groups[0]["lr"] < 0
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
 @on_every_optimizer
 def test_a_group_may_carry_what_schedulers_and_loggers_write_into_it(make):
     _, optimizer = made(make)
