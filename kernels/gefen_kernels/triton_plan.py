@@ -1,0 +1,303 @@
+"""What a fused step launches: leaves sorted into kinds, and the tables that tell programs of their leaves.
+
+Leaves with one policy, one pair of dtypes and one set of options share a launch: one if they are dense, in blocks, or
+factored in tiles that a program holds, else three.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from gefen_kernels.reference import block_count
+from gefen_kernels.step import Leaf
+from gefen_kernels.triton_parts import Row
+from gefen_kernels.triton_stats import SPAN, STRIP, mean_kernel, sum_kernel
+from gefen_kernels.triton_update import block_kernel, dense_kernel, tile_kernel, update_kernel
+
+KINDS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+LONGEST = 1 << 16  # block
+_ENTRIES = 4096  # of a program at one time, 8 of a thread; half of both where 16 bytes cannot be read at once
+_FLAT = 1024  # of a program of dense leaves
+_TILE = 1 << 16  # most entries of a tile that stays in the cache between two sweeps
+_WIDEST = 1024  # columns of such a tile
+_STRIP, _SPAN = int(STRIP.value), int(SPAN.value)
+
+Constants = dict[str, bool | int | str]
+
+
+class Launch(NamedTuple):
+    """One launch of a plan.
+
+    Attributes:
+        kernel: takes `table`, `owner`, the scalars, a codebook and its `Search` if `quantized`, and `scratch` if any.
+        programs: how many.
+        table: int64 `[leaves, fields]`, see `triton_parts.Row`.
+        owner: int32 `[programs, 2]`, each program's leaf and its number among that leaf's programs.
+        scratch: fp32, sums that one launch leaves for the next.
+        quantized: whether the kernel takes a codebook.
+        warps: of a program.
+        options: which of `NEGATE`, `SCALED` and `MHAT` are constants of the kernel.
+        constants: the others.
+    """
+
+    kernel: Any
+    programs: int
+    table: Tensor
+    owner: Tensor
+    scratch: Tensor | None
+    quantized: bool
+    warps: int
+    options: tuple[str, ...]
+    constants: Constants
+
+
+class Plan(NamedTuple):
+    """What a step of some leaves launches; it holds while their tensors stay where they are.
+
+    Attributes:
+        launches: in order.
+        strided: gradients and parameters that are not contiguous, each with the copy that kernels work on.
+        leaves: kept alive, because tables hold addresses.
+    """
+
+    launches: tuple[Launch, ...]
+    strided: tuple[tuple[Tensor, Tensor], ...]
+    leaves: tuple[Leaf, ...]
+
+
+class _Kind(NamedTuple):
+    """What leaves must have in common to share their launches."""
+
+    plan: "Callable[[_Group], list[Launch]]"
+    grad: str
+    param: str
+    align: int
+    constants: tuple[tuple[str, bool | int], ...]
+
+
+class _Group(NamedTuple):
+    """The leaves of one kind, as rows of a table."""
+
+    rows: list[Row]
+    device: torch.device
+    types: Constants
+    constants: dict[str, Any]
+
+
+def plan_step(leaves: Sequence[Leaf]) -> Plan:
+    """Sort leaves into launches and write their tables, which are copied to the GPU: plan before a capture.
+
+    Raises:
+        ValueError: if a dtype is none of fp32, bf16 and fp16, or a block longer than 65,536.
+    """
+    strided: list[tuple[Tensor, Tensor]] = []
+    groups: dict[_Kind, list[tuple[Leaf, int]]] = {}
+    for index, given in enumerate(leaves):
+        if given.param.numel():
+            leaf = given._replace(grad=_contiguous(given.grad, strided), param=_contiguous(given.param, strided))
+            groups.setdefault(_kind(leaf), []).append((leaf, index))
+    launches = [step for kind, members in groups.items() for step in kind.plan(_group(kind, members))]
+    kept = tuple(leaf for members in groups.values() for leaf, _ in members)
+    return Plan(tuple(launches), tuple(strided), kept)
+
+
+def _contiguous(x: Tensor, strided: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The tensor, or a contiguous one of its shape, which is noted."""
+    if x.is_contiguous():
+        return x
+    copy = torch.empty_like(x, memory_format=torch.contiguous_format)
+    strided.append((x, copy))
+    return copy
+
+
+# ---- what leaves share
+
+
+def _kind(leaf: Leaf) -> _Kind:
+    dtypes = (leaf.grad.dtype, leaf.param.dtype)
+    if not set(dtypes) <= KINDS.keys():
+        raise ValueError(f"Kernels take fp32, bf16 and fp16: got {dtypes}. Use `gefen_kernels.reference`.")
+    align = _alignment(leaf)
+    plan, constants = _policy(leaf, _ENTRIES if align == 16 else _ENTRIES // 2)
+    return _Kind(plan, KINDS[dtypes[0]], KINDS[dtypes[1]], align, tuple(constants.items()))
+
+
+def _policy(leaf: Leaf, entries: int) -> "tuple[Callable[[_Group], list[Launch]], dict[str, bool | int]]":
+    """Who plans a leaf, and the constants of its kernel, for so many entries at one time."""
+    if leaf.absmax is None:
+        return _plan_dense, {"WIDTH": _FLAT}
+    if leaf.policy != "factored":
+        return _plan_blocks, _blocks(leaf, entries)
+    tile = _tile(leaf, entries)
+    return (_plan_strips, _strip(leaf, entries)) if tile is None else (_plan_tiles, tile)
+
+
+def _blocks(leaf: Leaf, entries: int) -> dict[str, bool | int]:
+    """The constants of `block_kernel`."""
+    row = _row(leaf, 0)
+    width = _within(triton.next_power_of_2(row.block))
+    whole = width == row.block and row.columns % width == 0
+    return {"DENSE": leaf.policy == "dense", "COUNT": max(1, entries // width), "WIDTH": width, "WHOLE": whole}
+
+
+def _tile(leaf: Leaf, entries: int) -> dict[str, bool | int] | None:
+    """The constants of `tile_kernel`; None where no program holds a tile or a block crosses its edge."""
+    row, (height, side) = _row(leaf, 0), leaf.tile
+    width = triton.next_power_of_2(min(side or row.columns, max(row.columns, 256)))
+    block = width if leaf.block >= row.columns else leaf.block
+    edges = width % block == 0 and (row.across == 1 or row.width % block == 0)
+    if height is None or not edges or width > _WIDEST or height * width > _TILE:
+        return None
+    return {"HEIGHT": height, "ROWS": min(height, entries // width), "WIDTH": width, "BLOCK": block}
+
+
+def _strip(leaf: Leaf, entries: int) -> dict[str, bool | int]:
+    """The constants of `update_kernel`."""
+    row = _row(leaf, 0)
+    width = _within(triton.next_power_of_2(row.block))
+    straddles = row.across > 1 and row.width % row.block != 0
+    return {"ROWS": min(_STRIP, max(1, entries // width)), "WIDTH": width, "STRADDLES": straddles}
+
+
+def _within(block: int) -> int:
+    if block > LONGEST:
+        raise ValueError(f"`block` may be {LONGEST:,} at most: got {block:,}. Use 256, or `gefen_kernels.reference`.")
+    return block
+
+
+def _alignment(leaf: Leaf) -> int:
+    """16 where 16 bytes may be read at once, else 1."""
+    row = _row(leaf, 0)
+    block = 0 if leaf.absmax is None else row.block
+    return 1 if any(x % 16 for x in (row.grad, row.param, row.mu, row.nu, row.columns, row.width, block)) else 16
+
+
+def _row(leaf: Leaf, index: int) -> Row:
+    """A leaf's entry in a table, its place in the scratch left open; a dense leaf is one row."""
+    shape, size = leaf.param.shape, leaf.param.numel()
+    start = 0 if leaf.absmax is None else leaf.start
+    columns, rows = math.prod(shape[start:]), shape[start - 1] if start else 1
+    height, width = leaf.tile[0] or rows, min(leaf.tile[1] or columns, columns)
+    down, across, blocks = max(1, rows // height), block_count(columns, width), block_count(columns, leaf.block)
+    total = size // columns * (1 if leaf.policy == "factored" else blocks)
+    strips, spans = block_count(height, _STRIP), block_count(width, _SPAN)
+    return Row(
+        grad=leaf.grad.data_ptr(),
+        param=leaf.param.data_ptr(),
+        mu=leaf.mu.data_ptr(),
+        absmax=0 if leaf.absmax is None else leaf.absmax.data_ptr(),
+        nu=leaf.nu[0].data_ptr(),
+        col=leaf.nu[-1].data_ptr(),
+        decays=int(leaf.decays),
+        corrects=int(leaf.corrects),
+        scalars=index,
+        total=total,
+        rows=rows,
+        columns=columns,
+        block=min(leaf.block, columns),
+        blocks=blocks,
+        height=height,
+        down=down,
+        width=width,
+        across=across,
+        packed=rows if leaf.tile[0] is None else 1 << (min(height, rows).bit_length() - 1),
+        strips=strips,
+        all_strips=(down - 1) * strips + block_count(rows - (down - 1) * height, _STRIP),
+        spans=spans,
+        all_spans=(across - 1) * spans + block_count(columns - (across - 1) * width, _SPAN),
+        row_sums=0,
+        column_sums=0,
+        norms=0,
+    )
+
+
+def _group(kind: _Kind, members: list[tuple[Leaf, int]]) -> _Group:
+    rows, device = [_row(leaf, index) for leaf, index in members], members[0][0].param.device
+    return _Group(rows, device, {"GRAD": kind.grad, "PARAM": kind.param, "ALIGN": kind.align}, dict(kind.constants))
+
+
+# ---- the launches of one kind
+
+
+def _plan_dense(group: _Group) -> list[Launch]:
+    counts = [block_count(row.columns, _FLAT) for row in group.rows]
+    step = _launch(group, dense_kernel, counts, _FLAT)
+    return [step._replace(quantized=False, options=("NEGATE", "SCALED"))]
+
+
+def _plan_blocks(group: _Group) -> list[Launch]:
+    count, width = group.constants["COUNT"], group.constants["WIDTH"]
+    return [_launch(group, block_kernel, [block_count(row.total, count) for row in group.rows], count * width)]
+
+
+def _plan_tiles(group: _Group) -> list[Launch]:
+    counts = [row.total // row.rows * row.down * row.across for row in group.rows]
+    return [_launch(group, tile_kernel, counts, group.constants["ROWS"] * group.constants["WIDTH"])]
+
+
+def _plan_strips(group: _Group) -> list[Launch]:
+    """Sums of squares; their averages; the step."""
+    rows, size = _with_scratch(group.rows)
+    group = group._replace(rows=rows)
+    scratch = torch.empty(size, dtype=torch.float32, device=group.device)
+    spans = triton.next_power_of_2(max(row.spans for row in rows))
+    strips = triton.next_power_of_2(max(max(row.strips, row.all_strips - (row.down - 1) * row.strips) for row in rows))
+    lines = min(_STRIP, max(1, _ENTRIES // spans))
+    pieces = [row.total // row.rows * row.all_strips * row.all_spans for row in rows]
+    means = [
+        block_count(row.total, lines) * row.across + row.total // row.rows * row.down * row.all_spans for row in rows
+    ]
+    steps = [row.total // row.rows * row.all_strips * row.blocks for row in rows]
+    first = _launch(group._replace(constants={}), sum_kernel, pieces, 16 * _SPAN)
+    second = _launch(group, mean_kernel, means, _ENTRIES)
+    third = _launch(group, update_kernel, steps, group.constants["ROWS"] * group.constants["WIDTH"])
+    return [
+        first._replace(scratch=scratch, quantized=False, options=("NEGATE", "SCALED")),
+        second._replace(
+            scratch=scratch,
+            quantized=False,
+            options=(),
+            constants={"LINES": lines, "SPANS": spans, "STRIPS": strips},
+        ),
+        third._replace(scratch=scratch, constants=third.constants | {"SPANS": spans}),
+    ]
+
+
+def _with_scratch(rows: list[Row]) -> tuple[list[Row], int]:
+    """The rows with their places in the scratch, and its size."""
+    placed, size = [], 0
+    for row in rows:
+        columns = size + row.total * row.all_spans
+        norms = columns + row.total // row.rows * row.all_strips * row.columns
+        placed.append(row._replace(row_sums=size, column_sums=columns, norms=norms))
+        size = norms + row.total // row.rows * row.down * row.all_spans
+    return placed, size
+
+
+def _launch(group: _Group, kernel: Any, counts: list[int], entries: int) -> Launch:
+    """A launch with so many programs for each leaf, each of so many entries at one time."""
+    number = torch.tensor(counts)
+    leaf = torch.repeat_interleave(number)
+    own = torch.arange(len(leaf)) - (number.cumsum(0) - number)[leaf]
+    return Launch(
+        kernel,
+        len(leaf),
+        moved(torch.tensor(group.rows, dtype=torch.int64), group.device),
+        moved(torch.stack([leaf, own], 1).to(torch.int32), group.device),
+        None,
+        True,
+        min(16, max(1, entries // (256 if group.types["ALIGN"] == 16 else 128))),
+        ("NEGATE", "SCALED", "MHAT"),
+        group.types | group.constants,
+    )
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for it."""
+    if device.type == x.device.type or device.type != "cuda":
+        return x
+    return x.pin_memory().to(device, non_blocking=True)
