@@ -215,8 +215,8 @@ def _check_k(k: Any) -> None:
 
 def _refuse_tracing(name: str, fix: str) -> None:
     """Whether to step is read from tensors, which tracing and batching cannot do."""
-    stack = torch._C._functorch.get_interpreter_stack() or []
-    batched = any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
-    if batched or torch.compiler.is_compiling():
-        where = "torch.vmap" if batched else "torch.compile"
+    compiling = torch.compiler.is_compiling()  # asked first: Dynamo cannot trace the question for vmap
+    stack = () if compiling else torch._C._functorch.get_interpreter_stack() or ()
+    if compiling or any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack):
+        where = "torch.compile" if compiling else "torch.vmap"
         raise RuntimeError(f"`{name}` decides from values whether to step: got a call under {where}. {fix}")

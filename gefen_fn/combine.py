@@ -3,9 +3,18 @@
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
-from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Updates, check_transform, made
+from gefen_fn.base import GradientTransformation, MaskedNode, OptState, Params, Recipe, Updates, check_transform, made
 from gefen_fn.scalar import check_state
-from gefen_fn.tree import StructureError, Tree, leaf_choices, tree_leaves, tree_parts, tree_structure, tree_unflatten
+from gefen_fn.tree import (
+    StructureError,
+    Tree,
+    leaf_choices,
+    tree_leaves,
+    tree_map,
+    tree_parts,
+    tree_structure,
+    tree_unflatten,
+)
 
 Mask = Tree | Callable[[Params], Tree]
 Labels = Tree | Callable[[Params], Tree]
@@ -119,6 +128,11 @@ def _bools(mask: list[Any]) -> list[bool]:
     return mask
 
 
+def _hidden(state: OptState) -> OptState:
+    """`state` with a tree without leaves for every `None`, which torch.vmap neither takes nor returns."""
+    return tree_map(lambda x: MaskedNode() if x is None else x, state, skip_none=False)
+
+
 def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     """Apply `inner` to the leaves where `mask` is True; the others pass unchanged.
 
@@ -133,7 +147,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     check_transform(inner)
 
     def init(params: Params) -> MaskedState:
-        return MaskedState(inner.init(_select(params, params, _bools(choices_of(mask, params, params)))))
+        return MaskedState(_hidden(inner.init(_select(params, params, _bools(choices_of(mask, params, params))))))
 
     def update(
         updates: Updates, state: MaskedState, params: Params | None = None, **extra: Any
@@ -175,7 +189,7 @@ def partition(transforms: Mapping[Hashable, GradientTransformation], param_label
     def init(params: Params) -> PartitionState:
         picks = picks_of(params, params)
         shown = [_select(params, params, [pick == i for pick in picks]) for i in range(len(known))]
-        return PartitionState({k: transforms[k].init(part) for k, part in zip(known, shown, strict=True)})
+        return PartitionState({k: _hidden(transforms[k].init(part)) for k, part in zip(known, shown, strict=True)})
 
     def update(
         updates: Updates, state: PartitionState, params: Params | None = None, **extra: Any

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Schedule, Updates, made
-from gefen_fn.scalar import Hyperparameter, check_state, new_count
+from gefen_fn.scalar import Hyperparameter, check_state, is_schedule, new_count
 from gefen_fn.tree import StructureError
 
 P = ParamSpec("P")
@@ -69,7 +69,9 @@ def inject_hyperparams(
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = {name: value for name, value in _arguments(bound).items() if name not in static}
-        schedules = {name: value for name, value in given.items() if _is_schedule(name, value)}
+        schedules = {
+            name: value for name, value in given.items() if is_schedule(value) and name not in _FUNCTIONS_OF_PARAMS
+        }
         numbers = {name: value for name, value in given.items() if _is_number(value)}
         factory = _Factory(inner_factory, bound)
         start = _scheduled(schedules, new_count(), dtype)
@@ -92,11 +94,11 @@ def takes_schedules(factory: Callable[P, GradientTransformation]) -> Callable[P,
 
     @functools.wraps(factory)
     def build(*args: P.args, **kwargs: P.kwargs) -> GradientTransformation:
-        if not any(_is_schedule("", value) for value in (*args, *kwargs.values())):
+        if not any(is_schedule(value) for value in (*args, *kwargs.values())):
             return factory(*args, **kwargs)
         given = inspect.signature(factory).bind(*args, **kwargs)
         given.apply_defaults()
-        static = [name for name, value in given.arguments.items() if not _is_schedule(name, value)]
+        static = [name for name, x in given.arguments.items() if name in _FUNCTIONS_OF_PARAMS or not is_schedule(x)]
         return inject_hyperparams(factory, static)(*args, **kwargs)
 
     return build
@@ -158,10 +160,6 @@ def _arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
 def _is_number(value: Any) -> bool:
     is_scalar = isinstance(value, Tensor) and value.ndim == 0 and value.is_floating_point()
     return isinstance(value, float) or is_scalar
-
-
-def _is_schedule(name: str, value: Any) -> bool:
-    return callable(value) and not isinstance(value, (type, Tensor)) and name not in _FUNCTIONS_OF_PARAMS
 
 
 def _scalar(value: Any, dtype: torch.dtype) -> Tensor:

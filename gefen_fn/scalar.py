@@ -73,7 +73,7 @@ def new_count() -> Tensor:
 def is_schedule(value: Any) -> bool:
     """Whether a hyperparameter is a function of the calls so far."""
     # A compiled graph cannot ask a container whether it is callable.
-    return not isinstance(value, (dict, list, tuple)) and callable(value)
+    return not isinstance(value, (dict, list, tuple, Tensor, type)) and callable(value)
 
 
 def check_number(value: Any, holds: Callable[[float], bool], rule: str, fix: str) -> None:

@@ -175,7 +175,7 @@ def _decay_rule(updates: Updates, weight_decay: Any, params: Params | None) -> U
 def _decay_leaf(u: Tensor, s: Scalar, p: Tensor) -> Tensor:
     check_floating(p, u)
     wide = wide_dtype(u.dtype)
-    return (u.to(wide) + p.detach().to(wide) * rounded(s, wide)).to(u.dtype)
+    return (u.to(wide) + p.to(wide) * rounded(s, wide)).to(u.dtype)
 
 
 def need_params(params: Params | None, name: str) -> Params:

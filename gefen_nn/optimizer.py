@@ -10,8 +10,18 @@ from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, OptState, add_rounded, check_transform
 from gefen_fn.describe import Report, describe
+from gefen_fn.fuse import fuse
 from gefen_fn.tree import StructureError, check_floating
 from gefen_nn import checkpoint, groups, state_view
+
+
+class _Kept:
+    """What a step replaces; an object of its own, as torch.compile forgets what is assigned to an optimizer."""
+
+    def __init__(self) -> None:
+        self.state: OptState = None
+        self.seen: dict[str, tuple[torch.device, torch.Size]] = {}
+        self.skipped = False
 
 
 class TransformOptimizer(torch.optim.Optimizer):
@@ -27,6 +37,8 @@ class TransformOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters, `(name, parameter)` pairs or groups, as torch takes them.
         tx: the transform.
+        fused: step in place on a back end where the expression and the device allow (see `gefen_fn.fuse`), which
+            changes no bit on a CPU; False never does.
 
     Raises:
         TypeError: if `tx` is not a transform.
@@ -39,16 +51,15 @@ class TransformOptimizer(torch.optim.Optimizer):
     error_if_nonfinite: bool = False
     _start: Mapping[str, Any] = {}
 
-    def __init__(self, params: Iterable[Any], tx: GradientTransformation) -> None:
-        self.step_was_skipped = False
+    def __init__(self, params: Iterable[Any], tx: GradientTransformation, *, fused: bool | None = None) -> None:
+        self._kept = _Kept()
         check_transform(tx)
         self._tx = tx
+        self._fused = None if fused is False else fuse(tx)
         self._keys = self.keys or groups.group_keys(tx)
         self._rebuild = getattr(tx.update, "rebuild", dict)
         self._checked: list[dict[str, Any]] = []
         self._ready = False
-        self._seen: dict[str, tuple[torch.device, torch.Size]] = {}
-        self._state: OptState = None
         super().__init__(params, {**groups.group_defaults(tx, self._keys, self.block), **self._start})
         self._sync()
         self._ready = True
@@ -63,7 +74,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         """The state per parameter, a view: `{parameter: {"<stage>.<field>[.<subfield>]": tensor}}`."""
         self._sync()
         by_name = self._named()
-        shown = state_view.view(self._shown(self._state), self._seen)
+        shown = state_view.view(self._shown(self._kept.state), self._kept.seen)
         return defaultdict(dict, {by_name[name]: leaves for name, leaves in shown.items()})
 
     @state.setter
@@ -71,10 +82,15 @@ class TransformOptimizer(torch.optim.Optimizer):
         if self._ready:
             raise AttributeError("`state` is a view: got an assignment. Use `load_state_dict`.")
 
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step found no gradient."""
+        return self._kept.skipped
+
     def state_tree(self) -> OptState:
         """The transform's state, over `{name: parameter}`; its tensors are the optimizer's own."""
         self._sync()
-        return self._state
+        return self._kept.state
 
     def describe(self) -> Report:
         """What is kept for each parameter that has state, and why; print it for a table."""
@@ -128,21 +144,23 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def _tracked(self, also: Collection[str] = ()) -> dict[str, Tensor]:
         """Parameters that have state: those that require a gradient, or once did, or are asked for."""
-        known = self._seen.keys() | set(also)
+        known = self._kept.seen.keys() | set(also)
         return {name: p for name, p in self._named().items() if p.requires_grad or name in known}
 
     def _grown(self, also: Collection[str] = ()) -> tuple[OptState, dict[str, tuple[torch.device, torch.Size]]]:
         """The state and its signature, with state for parameters that are new, thawed, moved or no longer meta."""
         params = self._tracked(also)
         signature = {name: (p.device, p.shape) for name, p in params.items()}
-        if self._ready and signature == self._seen:
-            return self._state, self._seen
+        if self._ready and signature == self._kept.seen:
+            return self._kept.state, self._kept.seen
         fresh = self._tx.init(params)
-        merged = state_view.merge(fresh, params.keys(), self._state, self._seen.keys()) if self._ready else fresh
+        merged = (
+            state_view.merge(fresh, params.keys(), self._kept.state, self._kept.seen.keys()) if self._ready else fresh
+        )
         return state_view.place(merged, params), signature
 
     def _sync(self) -> None:
-        self._state, self._seen = self._grown()
+        self._kept.state, self._kept.seen = self._grown()
 
     def _shown(self, state: OptState) -> OptState:
         """The state without the hyperparameters that groups carry: those have one truth, the group's."""
@@ -154,7 +172,7 @@ class TransformOptimizer(torch.optim.Optimizer):
     def _with_hyperparams(self, state: OptState) -> OptState:
         if not self._keys:
             return state
-        members = [[name for name in member if name in self._seen] for member in self._members()]
+        members = [[name for name in member if name in self._kept.seen] for member in self._members()]
         values = groups.group_hyperparams(self.param_groups, members, self._keys)
         return state._replace(hyperparams={**state.hyperparams, **values})
 
@@ -183,12 +201,18 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._check(grads, params)
         if not torch.compiler.is_compiling():
             self._check_changes()
-        self.step_was_skipped = all(g is None for g in grads.values())
-        if not self.step_was_skipped:
-            updates, state = self._tx.update(grads, self._with_hyperparams(self._state), params)
-            _write(params, updates)
-            self._state = state
+        self._kept.skipped = all(g is None for g in grads.values())
+        if not self._kept.skipped:
+            self._kept.state = self._stepped(grads, self._with_hyperparams(self._kept.state), params)
         return loss
+
+    def _stepped(self, grads: dict[str, Tensor | None], state: OptState, params: dict[str, Tensor]) -> OptState:
+        """The next state; parameters, and the state's tensors where the step is fused, are written in place."""
+        if self._fused is not None and not torch.compiler.is_compiling():
+            return self._fused(grads, state, params)
+        updates, state = self._tx.update(grads, state, params)
+        _write(params, updates)
+        return state
 
     def _check(self, grads: dict[str, Tensor | None], params: dict[str, Tensor]) -> None:
         given = {name: g for name, g in grads.items() if g is not None}
@@ -236,16 +260,20 @@ class TransformOptimizer(torch.optim.Optimizer):
             checkpoint.fill_group(group, given)
         if self._keys:
             state = state._replace(hyperparams={**own.hyperparams, **state.hyperparams})
-        self._seen = seen
-        self._state = self._with_hyperparams(state)
+        self._kept.seen = seen
+        self._kept.state = self._with_hyperparams(state)
         return report
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TransformOptimizer":
         """A copy with its own parameters and state, without hooks or a scheduler's wrapper of `step`, as in torch."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        own = {k: v for k, v in self.__dict__.items() if k not in ("_tx", "step") and not k.startswith("_optimizer_")}
-        new.__dict__.update(deepcopy(own, memo), _tx=self._tx)
+        own = {
+            k: v
+            for k, v in self.__dict__.items()
+            if k not in ("_tx", "_fused", "step") and not k.startswith("_optimizer_")
+        }
+        new.__dict__.update(deepcopy(own, memo), _tx=self._tx, _fused=self._fused)
         new.__setstate__({})
         return new
 

@@ -38,7 +38,7 @@ class Gefen(TransformOptimizer):
         maximize: ascend instead.
         capturable: refused if True.
         differentiable: refused if True.
-        fused: accepted; there is one implementation.
+        fused: False keeps to the pure path; otherwise a back end steps in place where there is one.
         second_moment: `Factored`, `Block` or `Dense`.
         b2_warmup: exponent of the second moment's warm-up, None for a constant `b2`.
         block: entries per scale: an int, a tree of ints, or `FlatBlocks`.
@@ -91,6 +91,7 @@ class Gefen(TransformOptimizer):
             "codebook": codebook,
             "stochastic_rounding": stochastic_rounding,
             "error_if_nonfinite": error_if_nonfinite,
+            "fused": fused,
         }
         self._start = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         rounding = "stochastic" if stochastic_rounding else "nearest"
@@ -98,7 +99,7 @@ class Gefen(TransformOptimizer):
         rule = _rule(maximize, {**fixed, "rounding": rounding})
         groups.check_values(lambda values: rule(**values), self._start, self.keys, read=True)
         values = {name: float(x) for name, x in groups.read_values(self._start, self.keys).items()}
-        super().__init__(params, inject_hyperparams(rule)(**values))
+        super().__init__(params, inject_hyperparams(rule)(**values), fused=fused)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild from the arguments, then put the state back."""

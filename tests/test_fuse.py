@@ -31,7 +31,7 @@ from gefen_fn import (
     scale_by_gefen,
     set_to_zero,
 )
-from gefen_kernels import ops
+from gefen_kernels import cpu, ops
 
 SHAPES = {
     "embed": (70, 300),
@@ -39,10 +39,19 @@ SHAPES = {
     "conv": (64, 32, 3, 3),
     "experts": (3, 40, 96),
     "norm": (520,),
+    "scalar": (),
     "none": (9,),
 }
 COSINE = cosine_decay_schedule(1e-2, 10)
-LABELS = {"embed": "adam", "w": "gefen", "conv": "gefen", "experts": "still", "norm": "gefen", "none": "gefen"}
+LABELS = {
+    "embed": "adam",
+    "w": "gefen",
+    "conv": "gefen",
+    "experts": "still",
+    "norm": "gefen",
+    "scalar": "gefen",
+    "none": "gefen",
+}
 EXPRESSIONS = {
     "gefen": lambda: gefen(1e-2),
     "gefen with decay": lambda: gefen(1e-2, weight_decay=0.1),
@@ -195,3 +204,12 @@ def test_a_back_end_is_chosen_by_device_and_can_be_switched_off(monkeypatch):
     monkeypatch.delenv("GEFEN_REFERENCE")
     fuse(tx)(noise((64, 100), 0, torch.float32), tx.init(q), q)
     assert torch.equal(p, q) and not torch.equal(p, torch.ones(64, 100))
+
+
+def test_the_first_step_counts_each_entry_once(monkeypatch):
+    tx, params = gefen(1e-2), [torch.ones(64, 100), torch.ones(64, 200), torch.ones(7)]
+    counted, whole = [], cpu.histogram
+    monkeypatch.setattr(cpu, "histogram", lambda x, **k: counted.append(x.numel()) or whole(x, **k))
+    state = fuse(tx)([noise(p.shape, i, torch.float32) for i, p in enumerate(params)], tx.init(params), params)
+    fuse(tx)([noise(p.shape, i, torch.float32) for i, p in enumerate(params)], state, params)
+    assert counted == [6400, 12800]

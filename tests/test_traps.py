@@ -122,7 +122,7 @@ def test_trap_the_first_step_learns_one_codebook_and_writes_at_most_three_times_
             learning, name, lambda *a, name=name, whole=whole, **k: calls.update([name]) or whole(*a, **k)
         )
     params = [nn.Parameter(noise(256, 300, seed=i)) for i in range(4)]
-    optimizer = Gefen(params)
+    optimizer = Gefen(params, fused=False)
     for i, p in enumerate(params):
         p.grad = noise(256, 300, seed=10 + i)
     first, second, third = (work_of(optimizer.step) for _ in range(3))

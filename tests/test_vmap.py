@@ -249,8 +249,8 @@ def test_any_tree_gives_the_leaves_of_a_dict_under_vmap_grad_and_compile(make, a
 SMOOTH = {
     "adam": lambda: adam(0.1, eps_root=0.01),
     "adam, nesterov": lambda: adam(0.1, eps_root=0.01, nesterov=True),
-    "adamw": lambda: adamw(0.1, eps_root=0.01, weight_decay=0.0),
-    "injected adamw": lambda: inject_hyperparams(adamw)(RAMP, eps_root=0.01, weight_decay=0.0),
+    "adamw": lambda: adamw(0.1, eps_root=0.01, weight_decay=0.1),
+    "injected adamw": lambda: inject_hyperparams(adamw)(RAMP, eps_root=0.01, weight_decay=0.1),
     "chain": lambda: chain(clip_by_global_norm(0.5), trace(0.5), adam(0.1, eps_root=0.01)),
     "partition": lambda: partition({0: adam(0.1, eps_root=0.01), 1: sgd(0.1, 0.9)}, {"w": 0, "b": 1}),
 }

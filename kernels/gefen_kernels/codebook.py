@@ -73,9 +73,10 @@ def _check(histogram: Tensor, levels: int) -> None:
         raise ValueError(
             f"`levels` must be even and from 4 to 256: got {levels}. Use 256 for uint8 codes, 16 for 4 bits"
         )
-    if histogram.dtype != torch.int64:
+    if not isinstance(histogram, Tensor) or histogram.dtype != torch.int64:
         raise TypeError(
-            f"`histogram` must hold int64 counts: got {histogram.dtype}. Convert it with `.to(torch.int64)`"
+            f"`histogram` must hold int64 counts: got {getattr(histogram, 'dtype', type(histogram))}. "
+            "Convert it with `.to(torch.int64)`"
         )
     if histogram.dim() != 1 or histogram.numel() % 2:
         raise ValueError(

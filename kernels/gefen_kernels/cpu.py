@@ -113,12 +113,12 @@ def gefen_step(
 
 def _row(leaf: Leaf, param: Tensor) -> list[int]:
     """One leaf as the loops read it."""
-    shape = leaf.param.shape
-    columns = int(np.prod(shape[leaf.start :], dtype=np.int64))
-    rows = shape[leaf.start - 1] if leaf.start else 1
+    shape, dense = leaf.param.shape, leaf.absmax is None
+    start = 0 if dense else leaf.start
+    columns = int(np.prod(shape[start:], dtype=np.int64))
+    rows = shape[start - 1] if start else 1
     height, width = leaf.tile[0] or rows, min(leaf.tile[1] or columns, columns)
     packed = rows if leaf.tile[0] is None else 1 << (min(height, rows).bit_length() - 1)
-    dense = leaf.absmax is None
     fields = {
         cpu_step.GRAD: leaf.grad.data_ptr(),
         cpu_step.GRAD_KIND: _KINDS[leaf.grad.dtype],
