@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gefen_fn.scalar import check_state
+from gefen_fn.scalar import check_state, exact, rounded, wide_dtype
 from gefen_fn.tree import Tree, check_floating, tree_map
 
 Params = Tree
@@ -171,7 +171,7 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 
 
 def incremental_update(new_tensors: Params, old_tensors: Params, step_size: Scalar) -> Params:
-    """Polyak average: `step_size * new + (1 - step_size) * old`, leaf by leaf.
+    """Polyak average: `step_size * new + (1 - step_size) * old`, leaf by leaf, rounded once to the dtype of `old`.
 
     Raises:
         StructureError: if the trees or the shapes of two leaves differ.
@@ -179,6 +179,7 @@ def incremental_update(new_tensors: Params, old_tensors: Params, step_size: Scal
 
     def mix(new: Tensor, old: Tensor) -> Tensor:
         check_floating(old, new)
-        return step_size * new + (1.0 - step_size) * old
+        wide, rest = wide_dtype(old.dtype), rounded(1.0 - exact(step_size), wide_dtype(old.dtype))
+        return (new.to(wide) * rounded(step_size, wide) + old.to(wide) * rest).to(old.dtype)
 
     return tree_map(mix, new_tensors, old_tensors)

@@ -108,11 +108,13 @@ def choices_of(choice: Any, updates: Tree, params: Params | None) -> list[Any]:
 
 
 def _select(updates: Tree, tree: Tree | None, picked: list[bool]) -> Tree | None:
-    """`tree`, which is like `updates`, with `None` at the leaves that are not picked."""
+    """`tree`, which is like `updates`, with `None` at the leaves that are not picked; `MaskedNode()` for a bare one."""
     if tree is None:
         return None
     leaves = [x if keep else None for x, keep in zip(tree_parts(updates, tree), picked, strict=True)]
-    return tree_unflatten(tree_structure(updates), leaves)
+    shown = tree_unflatten(tree_structure(updates), leaves)
+    # `None` for all of the params would mean that the caller gave none.
+    return MaskedNode() if shown is None else shown
 
 
 def _merge(updates: Tree, picks: list[int], *sources: Tree) -> Tree:

@@ -178,7 +178,7 @@ def _holds_stages(node: Any) -> bool:
     if _is_namedtuple(node) or not isinstance(node, (tuple, list, dict)):
         return False
     children = [value for _, value in _items(node)]
-    return bool(children) and all(_is_stage(x) or _holds_stages(x) for x in children)
+    return all(_is_stage(x) or _holds_stages(x) for x in children)
 
 
 def _stage_name(cls: type, seen: dict[str, int]) -> str:

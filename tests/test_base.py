@@ -79,3 +79,11 @@ def test_identity_and_set_to_zero():
     assert base.identity().update(g, base.EmptyState())[0] is g
     zeroed, _ = base.set_to_zero().update(g, base.EmptyState())
     assert zeroed["w"].tolist() == [0.0, 0.0] and zeroed["n"] is None
+
+
+@pytest.mark.parametrize("step_size", [0.3, torch.tensor(0.3, dtype=torch.float64)], ids=["float", "tensor"])
+def test_a_polyak_average_of_bf16_is_rounded_once(step_size):
+    generator = torch.Generator().manual_seed(0)
+    new, old = (torch.randn(1000, generator=generator).bfloat16() for _ in range(2))
+    expected = (new.float() * 0.3 + old.float() * 0.7).bfloat16()
+    assert torch.equal(base.incremental_update(new, old, step_size), expected)

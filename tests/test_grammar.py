@@ -367,3 +367,10 @@ BAD = {
 def test_what_cannot_work_is_refused_by_rule_value_and_fix(kind, build):
     with pytest.raises(kind, match=r"got .*\. [A-Z]"):
         build()
+
+
+@pytest.mark.parametrize("inner", [add_decayed_weights(0.1), adaptive_grad_clip(0.1)], ids=repr)
+def test_a_bare_tensor_may_be_hidden(inner):
+    p = torch.ones(3, 4)
+    for tx in (masked(inner, False), partition({0: inner, 1: identity()}, 1)):
+        assert torch.equal(tx.update(p, tx.init(p), p)[0], p)

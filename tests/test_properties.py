@@ -85,7 +85,7 @@ LEAVES = {  # these treat every leaf by itself
     "adaptive": lambda: adaptive_grad_clip(0.1),
     **{policy: lambda policy=policy: gefen(policy) for policy in POLICIES if policy != "learned"},
 }
-ALL = {**LEAVES, "norm": lambda: clip_by_global_norm(1.0)}
+ALL = {**LEAVES, "norm": lambda: clip_by_global_norm(1.0), "nothing": chain}
 
 names, kinds, transforms = (st.sampled_from(list(table)) for table in (TREES, KINDS, ALL))
 seeds, dtypes = st.integers(0, 2**16), st.sampled_from([torch.float32, torch.bfloat16])
