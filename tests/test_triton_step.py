@@ -1,7 +1,6 @@
-"""The fused Triton step, run by triton's interpreter, against the pure path bit for bit; its bytes, launches, spills."""
+"""The fused Triton step, run by triton's interpreter, against the pure path bit for bit; launches, bytes, spills."""
 
 import contextlib
-import re
 from unittest import mock
 
 import numpy as np
@@ -97,6 +96,40 @@ def assert_fused_is_plain(tx, shapes, dtypes=(FP32, FP32), steps=2, change=lambd
     assert_same_bits(flatten_state(state), flatten_state(other))
 
 
+def leaf_of(shape, policy, block=256, dtypes=(BF16, BF16), device="cpu"):
+    """A leaf with its first state."""
+    layout = leaf_layout(shape, block)
+    policy, p = policy_for(policy, layout), torch.zeros(shape, dtype=dtypes[1], device=device)
+    mu, nu = (torch.zeros_like(p, dtype=FP32), None) if layout.dense else quantized_zeros(p, layout)
+    state = policy.init(p, layout)
+    factored = isinstance(policy, Factored)
+    return Leaf(
+        grad=noise(shape, 1, dtypes[0]) if device == "cpu" else torch.empty_like(p, dtype=dtypes[0]),
+        param=p,
+        mu=mu,
+        absmax=nu,
+        nu=tuple(state) if factored else (state,),
+        policy=type(policy).__name__.lower(),
+        start=layout.start,
+        block=block,
+        tile=policy.sides if factored else (None, None),
+    )
+
+
+def numbers(count, **changes):
+    """Scalars for `count` leaves."""
+    usual = [0.9, 0.1, 0.99, 0.01, 0.5, 0.7, 1e-8, -1e-2, 0.1, 1.0]
+    row = dict(zip(SCALARS, usual, strict=True)) | changes
+    return torch.tensor([list(row.values())] * count, dtype=FP32)
+
+
+def copied(leaf):
+    """The same leaf of other tensors."""
+    return leaf._replace(
+        param=leaf.param.clone(), mu=leaf.mu.clone(), absmax=leaf.absmax.clone(), nu=tuple(x.clone() for x in leaf.nu)
+    )
+
+
 ROWS = {
     "default": (Factored((128, 256)), 256, [(40, 256), (300, 300), (2, 33, 150), (16, 300), (7,), (3, 5)]),
     "small tiles": (Factored((32, 64)), 64, [(32, 128), (70, 150), (127, 65)]),
@@ -119,3 +152,244 @@ ROWS = {
 def test_steps_have_the_pure_path_bits(policy, block, shapes, dtypes):
     tx = gefen(1e-2, weight_decay=0.1, second_moment=policy, block=block, codebook="fixed")
     assert_fused_is_plain(tx, shapes, dtypes)
+
+
+@pytest.mark.parametrize("dtypes", [(FP16, FP32), (FP32, BF16), (BF16, FP16)], ids=str)
+def test_gradients_and_parameters_may_have_two_dtypes(dtypes):
+    tx = gefen(1e-2, weight_decay=0.1, second_moment=Factored((32, 64)), block=64, codebook="fixed")
+    assert_fused_is_plain(tx, [(40, 128), (16, 300), (5, 7)], dtypes)
+
+
+SHAPES = [(70, 150), (16, 512), (30,)]
+TILES = {"second_moment": Factored((32, 64)), "block": 64, "codebook": "fixed"}
+EXPRESSIONS = {
+    "stored moment, published book": lambda policy: gefen(1e-2, **policy | {"codebook": PUBLISHED}),
+    "stored moment": lambda policy: chain(scale_by_gefen(drive="m_hat", **policy), scale_by_learning_rate(1e-2)),
+    "corrected": lambda policy: gefen(1e-2, b2_warmup=None, **policy),
+    "masked decay": lambda policy: gefen(1e-2, weight_decay=0.1, mask=decay_mask, **policy),
+    "clipped": lambda policy: chain(clip_by_global_norm(0.5), gefen(1e-2, **policy)),
+    "clipped ascent": lambda policy: chain(scale(-1.0), clip_by_global_norm(0.5), gefen(1e-2, **policy)),
+    "learned book": lambda policy: gefen(1e-2, **policy | {"codebook": "learned"}),
+    "numbers per leaf": lambda policy: chain(
+        scale_by_gefen(b1={"0": 0.9, "1": 0.8, "2": 0.7}, **policy),
+        add_decayed_weights(0.1),
+        scale_by_learning_rate({"0": 1e-2, "1": 2e-2, "2": 3e-2}),
+    ),
+}
+
+
+@pytest.mark.parametrize("make", EXPRESSIONS.values(), ids=EXPRESSIONS)
+@pytest.mark.parametrize("policy", [TILES, TILES | {"second_moment": Factored()}], ids=["tiles", "one tile"])
+def test_expressions_have_the_pure_path_bits(make, policy):
+    assert_fused_is_plain(make(policy), SHAPES, (BF16, FP32), steps=3)
+
+
+def test_blocks_may_run_over_a_flattened_leaf():
+    tx = gefen(1e-2, second_moment=Block(), block=FlatBlocks(100), codebook="fixed")
+    assert_fused_is_plain(tx, [(70, 150), (65_600,)])
+
+
+@pytest.mark.parametrize("policy", [Factored((32, 64)), Factored(), Block(), Dense()], ids=repr)
+def test_what_is_not_finite_or_hardly_normal_steps_alike(policy):
+    def change(g):
+        g[0, 3], g[1, 5], g[40, 64] = float("nan"), float("inf"), -float("inf")
+        g[2], g[3], g[4], g[5, 1:] = 0, g[3] * 1e-30, g[4] * 1e-38, 0
+        return g
+
+    tx = gefen(1e-2, second_moment=policy, block=64, codebook="fixed")
+    assert_fused_is_plain(tx, [(70, 150), (70, 150)], change=change)
+
+
+@pytest.mark.parametrize("view", [lambda x: x.T.contiguous().T, lambda x: torch.stack([x, x], -1)[..., 0]])
+def test_strides_of_gradients_and_parameters_do_not_matter(view):
+    assert_fused_is_plain(gefen(1e-2, **TILES), [(40, 128), (16, 300)], view=view)
+
+
+# ---- launches
+
+
+@pytest.mark.parametrize(
+    ("policy", "block", "shape", "kernels"),
+    [
+        (Factored((128, 256)), 256, (300, 512), "tile"),
+        (Factored((128, 256)), 64, (300, 512), "tile"),
+        (Factored((128, 256)), 100, (300, 512), "sum mean update"),
+        (Factored((128, None)), 256, (300, 512), "tile"),
+        (Factored((128, None)), 256, (300, 2048), "sum mean update"),
+        (Factored(), 256, (300, 512), "sum mean update"),
+        (Block(), 256, (300, 512), "block"),
+        (Dense(), 256, (300, 512), "block"),
+        (Block(), 256, (300,), "dense"),
+    ],
+    ids=str,
+)
+def test_a_policy_has_its_kernels(policy, block, shape, kernels):
+    plan = run.plan_step([leaf_of(shape, policy, block)])
+    assert [step.kernel.__name__ for step in plan.launches] == [f"{name}_kernel" for name in kernels.split()]
+
+
+@pytest.mark.parametrize(("policy", "most"), [(Factored((128, 256)), 3), (Factored(), 5), (Block(), 2), (Dense(), 2)])
+def test_launches_do_not_grow_with_the_leaves(policy, most):
+    kinds = [leaf_of(shape, policy) for shape in [(64, 256), (16, 256), (256,)]]
+    few, many = (run.plan_step(leaves).launches for leaves in (kinds, kinds * 20))
+    assert len(few) == len(many) == most
+    assert sum(step.programs for step in many) == 20 * sum(step.programs for step in few)
+
+
+def test_no_leaves_and_empty_leaves_launch_nothing():
+    assert run.plan_step([]).launches == run.plan_step([leaf_of((0, 4), Block())]).launches == ()
+    run.gefen_step([leaf_of((0, 4), Block())], numbers(1), BOOK)
+
+
+def test_a_plan_reads_its_scalars_and_gradients_anew():
+    leaf, other = (leaf_of((64, 256), Factored((32, 256)), dtypes=(FP32, FP32)) for _ in range(2))
+    scalars, plan = numbers(1), run.plan_step([leaf])
+    for step in (-1e-2, -3e-2):
+        leaf.grad.mul_(step)
+        scalars[0, SCALARS.index("step")] = step
+        run.run_step(plan, scalars, BOOK, run.search_of(BOOK))
+        run.gefen_step([other._replace(grad=leaf.grad)], numbers(1, step=step), BOOK)
+    assert torch.equal(leaf.param, other.param) and torch.equal(leaf.mu, other.mu)
+
+
+def test_leaves_step_alike_alone_and_together():
+    leaves = [leaf_of(shape, Factored((32, 256))) for shape in [(64, 256), (40, 300), (16, 512), (64, 256)]]
+    alone = [copied(leaf) for leaf in leaves]
+    run.gefen_step(leaves, numbers(4), BOOK)
+    for leaf in alone:
+        run.gefen_step([leaf], numbers(1), BOOK)
+    assert all(torch.equal(a.param, b.param) and torch.equal(a.mu, b.mu) for a, b in zip(leaves, alone, strict=True))
+
+
+def test_what_kernels_cannot_take_is_left_to_others():
+    leaf = leaf_of((64, 256), Block())
+    assert run.supports(leaf) and not triton_step.supports(leaf)
+    assert not run.supports(leaf._replace(param=leaf.param.double()))
+    assert not run.supports(leaf._replace(block=100_000))
+    assert not run.supports(leaf._replace(mu=leaf.mu.T.contiguous().T))
+    with pytest.raises(ValueError, match="Kernels take fp32, bf16 and fp16"):
+        run.plan_step([leaf._replace(grad=leaf.grad.double())])
+    with pytest.raises(ValueError, match="`block` may be 65,536 at most: got 100,000"):
+        run.plan_step([leaf_of((2, 120_000), Block(), 100_000)])
+    with pytest.raises(ValueError, match="takes tensors on a GPU: got one on cpu"):
+        triton_step.gefen_step([leaf], numbers(1), BOOK)
+
+
+# ---- memory
+
+
+class Access:
+    """What one launch's program reads or writes at one time: addresses and bytes of each entry."""
+
+    def __init__(self, launch, program, writes, addresses, size):
+        self.launch, self.program, self.writes, self.addresses, self.size = launch, program, writes, addresses, size
+
+
+@contextlib.contextmanager
+def watched(imagined=range(0)):
+    """Collect every access of interpreted kernels; imagined memory holds zeros."""
+    accesses, launches = [], []
+    load, store, start = Builder.create_masked_load, Builder.create_masked_store, Builder.set_grid_dim
+
+    def note(builder, pointers, mask, writes):
+        addresses = np.broadcast_to(pointers.data, mask.data.shape)[mask.data].astype(np.int64)
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        accesses.append(Access(len(launches), builder.grid_idx[0], writes, addresses, size))
+        return addresses.size and int(addresses[0]) in imagined
+
+    def loads(builder, pointers, mask, other, *rest):
+        if note(builder, pointers, mask, False):
+            kind = pointers.get_element_ty()
+            return interpreter.TensorHandle(np.zeros(pointers.data.shape, interpreter._get_np_dtype(kind)), kind)
+        return load(builder, pointers, mask, other, *rest)
+
+    def stores(builder, pointers, value, mask, *rest):
+        return None if note(builder, pointers, mask, True) else store(builder, pointers, value, mask, *rest)
+
+    def starts(builder, *grid):
+        launches.append(grid)
+        start(builder, *grid)
+
+    with mock.patch.multiple(Builder, create_masked_load=loads, create_masked_store=stores, set_grid_dim=starts):
+        yield accesses
+
+
+def distinct(accesses, key):
+    """Bytes of the distinct entries that accesses of the same key touch."""
+    groups = {}
+    for access in accesses:
+        groups.setdefault((key(access), access.size), []).append(access.addresses)
+    return sum(size * len(np.unique(np.concatenate(parts))) for (_, size), parts in groups.items())
+
+
+@pytest.mark.parametrize(
+    ("policy", "floor", "asked"),
+    [(Block(), 1.02, 1.02), (Factored((128, 256)), 1.06, 1.30), (Factored(), 1.30, 1.31)],
+    ids=repr,
+)
+def test_a_bf16_step_moves_little_more_than_its_eight_bytes(policy, floor, asked):
+    """`floor` bounds what is distinct in each program, as its second look at an entry finds it in the cache."""
+    leaf = leaf_of((256, 512), policy)
+    plan, scalars, search = run.plan_step([leaf]), numbers(1), run.search_of(BOOK)
+    with watched() as accesses:
+        run.run_step(plan, scalars, BOOK, search)
+    lookup = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (BOOK, *search)]
+    used = [x for x in accesses if x.addresses.size]
+    shared = [x for x in used if any(int(x.addresses[0]) in memory for memory in lookup)]
+    own = [x for x in used if x not in shared]
+    assert distinct(shared, lambda x: x.launch) <= 20_000 * len(plan.launches)  # codebook and search, per launch
+    moved = distinct(own, lambda x: (x.launch, x.program, x.writes)) / leaf.param.numel()
+    assert 8 <= moved <= 8 * floor
+    assert sum(x.size * x.addresses.size for x in own) / leaf.param.numel() <= 8 * asked
+
+
+@pytest.mark.parametrize("policy", [Factored((128, 256)), Block()], ids=repr)
+def test_entries_are_addressed_beyond_two_to_the_31(policy):
+    shape = (2**17, 2**16)
+    leaf = leaf_of(shape, policy, device="meta")
+    (step,) = run.plan_step([leaf]).launches
+    fields = step.table.shape[1]
+    bases = torch.tensor([n << 40 for n in range(1, 7)])
+    table = torch.cat([bases, step.table[0, 6:]]).reshape(1, fields)
+    last = torch.tensor([[0, step.programs - 1]], dtype=torch.int32)
+    plan = run.Plan((step._replace(table=table, owner=last, programs=1),), (), (), ())
+    with watched(imagined=range(1 << 39, 1 << 43)) as accesses:
+        run.run_step(plan, numbers(1), BOOK, run.search_of(BOOK))
+    entries = shape[0] * shape[1]
+    written = {int(x.addresses.max()) for x in accesses if x.writes and x.addresses.size}
+    assert {(2 << 40) + 2 * (entries - 1), (3 << 40) + entries - 1, (4 << 40) + 4 * (entries // 256 - 1)} <= written
+
+
+# ---- compiled
+
+
+def launched(leaves, **options):
+    return recorded(lambda: triton_step.gefen_step(leaves, numbers(len(leaves)), BOOK, **options))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_default_step_compiles_without_spills_and_reads_16_bytes_at_once(target):
+    shapes = {"tile_kernel": (256, 512), "block_kernel": (16, 512), "dense_kernel": (512,)}
+    launches = launched([leaf_of(shape, Factored((128, 256))) for shape in shapes.values()])
+    assert [launch.kernel.__name__ for launch in launches] == list(shapes)
+    for launch in launches:
+        usage = compiled(launch, TARGETS[target])
+        assert usage.spills == 0
+        if "cuda" in target:
+            assert "ld.global.v4.b32" in usage.assembly and "fma.rn.f32" not in usage.assembly
+
+
+@pytest.mark.parametrize(
+    ("policy", "block", "shape", "dtypes"),
+    [
+        (Factored(), 256, (256, 512), (BF16, BF16)),
+        (Factored((16, 96)), 100, (64, 300), (FP16, FP32)),
+        (Factored((128, 256)), 256, (64, 300), (FP32, BF16)),
+        (Block(), 100, (64, 300), (FP32, FP32)),
+        (Dense(), 256, (64, 300), (FP16, FP16)),
+    ],
+    ids=str,
+)
+def test_every_other_kernel_compiles(policy, block, shape, dtypes):
+    for launch in launched([leaf_of(shape, policy, block, dtypes)], drive="m_hat", negate=True, scaled=True):
+        assert compiled(launch, TARGETS["cuda 90"]).spills == 0

@@ -60,12 +60,14 @@ class Plan(NamedTuple):
 
     Attributes:
         launches: in order.
-        strided: gradients and parameters that are not contiguous, each with the copy that kernels work on.
+        gradients: those that are not contiguous, each with the copy that kernels read.
+        params: those that are not contiguous, each with the copy that kernels step.
         leaves: kept alive, because tables hold addresses.
     """
 
     launches: tuple[Launch, ...]
-    strided: tuple[tuple[Tensor, Tensor], ...]
+    gradients: tuple[tuple[Tensor, Tensor], ...]
+    params: tuple[tuple[Tensor, Tensor], ...]
     leaves: tuple[Leaf, ...]
 
 
@@ -94,15 +96,16 @@ def plan_step(leaves: Sequence[Leaf]) -> Plan:
     Raises:
         ValueError: if a dtype is none of fp32, bf16 and fp16, or a block longer than 65,536.
     """
-    strided: list[tuple[Tensor, Tensor]] = []
+    gradients: list[tuple[Tensor, Tensor]] = []
+    params: list[tuple[Tensor, Tensor]] = []
     groups: dict[_Kind, list[tuple[Leaf, int]]] = {}
     for index, given in enumerate(leaves):
         if given.param.numel():
-            leaf = given._replace(grad=_contiguous(given.grad, strided), param=_contiguous(given.param, strided))
+            leaf = given._replace(grad=_contiguous(given.grad, gradients), param=_contiguous(given.param, params))
             groups.setdefault(_kind(leaf), []).append((leaf, index))
     launches = [step for kind, members in groups.items() for step in kind.plan(_group(kind, members))]
     kept = tuple(leaf for members in groups.values() for leaf, _ in members)
-    return Plan(tuple(launches), tuple(strided), kept)
+    return Plan(tuple(launches), tuple(gradients), tuple(params), kept)
 
 
 def _contiguous(x: Tensor, strided: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -139,7 +142,7 @@ def _policy(leaf: Leaf, entries: int) -> "tuple[Callable[[_Group], list[Launch]]
 def _blocks(leaf: Leaf, entries: int) -> dict[str, bool | int]:
     """The constants of `block_kernel`."""
     row = _row(leaf, 0)
-    width = _within(triton.next_power_of_2(row.block))
+    width = _padded(row.block)
     whole = width == row.block and row.columns % width == 0
     return {"DENSE": leaf.policy == "dense", "COUNT": max(1, entries // width), "WIDTH": width, "WHOLE": whole}
 
@@ -158,15 +161,16 @@ def _tile(leaf: Leaf, entries: int) -> dict[str, bool | int] | None:
 def _strip(leaf: Leaf, entries: int) -> dict[str, bool | int]:
     """The constants of `update_kernel`."""
     row = _row(leaf, 0)
-    width = _within(triton.next_power_of_2(row.block))
+    width = _padded(row.block)
     straddles = row.across > 1 and row.width % row.block != 0
     return {"ROWS": min(_STRIP, max(1, entries // width)), "WIDTH": width, "STRADDLES": straddles}
 
 
-def _within(block: int) -> int:
+def _padded(block: int) -> int:
+    """The power of two that a block is padded to."""
     if block > LONGEST:
         raise ValueError(f"`block` may be {LONGEST:,} at most: got {block:,}. Use 256, or `gefen_kernels.reference`.")
-    return block
+    return int(triton.next_power_of_2(block))
 
 
 def _alignment(leaf: Leaf) -> int:

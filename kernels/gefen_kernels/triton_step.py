@@ -81,7 +81,7 @@ def run_step(
         negate: ascend.
         scaled: multiply each gradient by its `grad_scale`.
     """
-    for tensor, copy in plan.strided:
+    for tensor, copy in (*plan.gradients, *plan.params):
         copy.copy_(tensor)
     options = {"NEGATE": negate, "SCALED": scaled, "MHAT": drive == "m_hat"}
     for step in plan.launches:
@@ -90,5 +90,5 @@ def run_step(
         constants = step.constants | {name: options[name] for name in step.options}
         args = (step.table, step.owner, scalars, *tools, *scratch)
         launch(step.kernel, step.programs, *args, warps=step.warps, **constants)
-    for tensor, copy in plan.strided:
+    for tensor, copy in plan.params:
         tensor.copy_(copy)
