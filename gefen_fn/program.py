@@ -67,12 +67,20 @@ class Program(NamedTuple):
         clip: the `clip_by_global_norm`, or None.
         parts: what is stepped in one go.
         labels: of a partition: a tree of labels, or a function of params; None for one part.
+        whole: whether the parts are all there is: no label of a partition is left to the pure path.
     """
 
     negate: bool
     clip: Stage | None
     parts: tuple[Part, ...]
     labels: Any
+    whole: bool
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Every stage that is fused."""
+        inside = [stage for part in self.parts for stage in (part.core, part.decay, part.rate)]
+        return [stage for stage in (self.clip, *inside) if stage is not None]
 
     def __str__(self) -> str:
         """The stages that are fused, part by part."""
@@ -91,11 +99,12 @@ def recognise(tx: GradientTransformation) -> Program | None:
     rest = stages[negate:]
     clip = rest.pop(0) if rest and rest[0].recipe.name == "clip_by_global_norm" else None
     if len(rest) == 1 and rest[0].recipe.name == "partition":
-        parts, labels = _partition(rest[0]), rest[0].recipe.args[1]
+        transforms, labels = rest[0].recipe.args
+        parts, whole = _partition(rest[0]), len(_partition(rest[0])) == len(transforms)
     else:
         part = _part(rest)
-        parts, labels = (() if part is None else (part,)), None
-    return Program(negate, clip, parts, labels) if parts else None
+        parts, labels, whole = (() if part is None else (part,)), None, True
+    return Program(negate, clip, parts, labels, whole) if parts else None
 
 
 def _stages(tx: Any, path: Path, owner: Stage | None) -> Iterator[Stage]:

@@ -273,7 +273,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             for k, v in self.__dict__.items()
             if k not in ("_tx", "_fused", "step") and not k.startswith("_optimizer_")
         }
-        new.__dict__.update(deepcopy(own, memo), _tx=self._tx, _fused=self._fused)
+        new.__dict__.update(deepcopy(own, memo), _tx=self._tx, _fused=None if self._fused is None else fuse(self._tx))
         new.__setstate__({})
         return new
 

@@ -1,5 +1,7 @@
 """A fused step is the unfused one: the same bits in parameters and state, on whatever back end is there."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -213,3 +215,25 @@ def test_the_first_step_counts_each_entry_once(monkeypatch):
     state = fuse(tx)([noise(p.shape, i, torch.float32) for i, p in enumerate(params)], tx.init(params), params)
     fuse(tx)([noise(p.shape, i, torch.float32) for i, p in enumerate(params)], state, params)
     assert counted == [6400, 12800]
+
+
+def test_no_gradient_outlives_its_step():
+    tx, p = gefen(1e-2), torch.ones(64, 100)
+    step, g = fuse(tx), noise((64, 100), 0, torch.float32)
+    step(g, tx.init(p), p)
+    gone = weakref.ref(g)
+    del g
+    assert gone() is None
+
+
+def test_a_leaf_may_get_and_lose_its_gradient():
+    tx, generator = gefen(1e-2, codebook="fixed"), torch.Generator().manual_seed(0)
+    plain = {"a": torch.randn(64, 100, generator=generator), "b": torch.randn(64, 100, generator=generator)}
+    fused, step = {k: p.clone() for k, p in plain.items()}, fuse(tx)
+    state, other = tx.init(plain), tx.init(fused)
+    for kept in ("ab", "a", "b", "", "ab"):
+        grads = {k: torch.randn(64, 100, generator=generator) if k in kept else None for k in plain}
+        updates, state = tx.update(grads, state, plain)
+        plain = apply_updates(plain, updates)
+        other = step(grads, other, fused)
+        assert differing(plain, fused) == [] and differing(flatten_state(state), flatten_state(other)) == []

@@ -71,6 +71,35 @@ def supports(leaf: Leaf) -> bool:
     return known and all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
 
 
+class Plan(NamedTuple):
+    """What does not change from step to step while leaves keep their tensors; the caller keeps these alive.
+
+    Attributes:
+        kept: numbers of the leaves that have entries.
+        params: their parameters.
+        table: int64 `[kept, FIELDS]`, see `cpu_step`.
+        tasks: int64 `[tasks, 5]`, see `cpu_step.step`.
+        sizes: the scratch of a thread.
+        entries: of all leaves.
+    """
+
+    kept: list[int]
+    params: list[Tensor]
+    table: Ints
+    tasks: Ints
+    sizes: "Sizes"
+    entries: int
+
+
+def plan_step(leaves: Sequence[Leaf]) -> Plan:
+    """Lay out leaves for the loops, and split them into tasks."""
+    kept = [n for n, leaf in enumerate(leaves) if leaf.param.numel()]
+    table = np.array([_row(leaves[n]) for n in kept], np.int64).reshape(-1, cpu_step.FIELDS)
+    tasks = [task for n, row in enumerate(table.tolist()) for task in _tasks(n, row)]
+    entries = int(table[:, cpu_step.ENTRIES].sum())
+    return Plan(kept, [leaves[n].param for n in kept], table, np.array(tasks, np.int64), _sizes(table), entries)
+
+
 def gefen_step(
     leaves: Sequence[Leaf],
     scalars: Tensor,
@@ -92,27 +121,43 @@ def gefen_step(
         negate: ascend.
         scaled: multiply each gradient by its `grad_scale`, rounded to its dtype.
     """
-    kept = [(leaf._replace(grad=leaf.grad.contiguous()), n) for n, leaf in enumerate(leaves) if leaf.param.numel()]
-    if not kept:
+    grads, options = [leaf.grad for leaf in leaves], {"drive": drive, "ties": ties, "negate": negate, "scaled": scaled}
+    run_step(plan_step(leaves), grads, scalars, codebook, **options)  # type: ignore[arg-type]  # of mixed kinds
+
+
+def run_step(
+    plan: Plan,
+    grads: Sequence[Tensor],
+    scalars: Tensor,
+    codebook: Tensor,
+    *,
+    drive: str = "m",
+    ties: reference.Ties = "zero",
+    negate: bool = False,
+    scaled: bool = False,
+) -> None:
+    """Step the leaves of a plan with these gradients, of the planned shapes and dtypes; see `gefen_step`."""
+    if not plan.kept:
         return
-    strided = [(leaf.param, leaf.param.contiguous()) for leaf, _ in kept]
-    table = np.array([_row(leaf, p) for (leaf, _), (_, p) in zip(kept, strided, strict=True)], np.int64)
-    numbers = np.ascontiguousarray(scalars.numpy()[[n for _, n in kept]])
-    code, options, sizes = tuple(codebook_table(codebook, ties)), (negate, scaled, drive == "m_hat"), _sizes(table)
-    tasks = [task for n, row in enumerate(table.tolist()) for task in _tasks(n, row)]
+    read = [grads[n].contiguous() for n in plan.kept]
+    written = [p.contiguous() for p in plan.params]
+    plan.table[:, cpu_step.GRAD] = [g.data_ptr() for g in read]
+    plan.table[:, cpu_step.PARAM] = [p.data_ptr() for p in written]
+    numbers = np.ascontiguousarray(scalars.numpy()[plan.kept])
+    code, options = tuple(codebook_table(codebook, ties)), (negate, scaled, drive == "m_hat")
 
     def work(part: Ints) -> None:
-        scratch, starts = np.empty(sizes.floats, np.float32), np.empty(sizes.line, np.uint8)
-        cpu_step.step(part, table, numbers, code, options, tuple(sizes), scratch, starts)
+        scratch, starts = np.empty(plan.sizes.floats, np.float32), np.empty(plan.sizes.line, np.uint8)
+        cpu_step.step(part, plan.table, numbers, code, options, tuple(plan.sizes), scratch, starts)
 
-    share(work, tasks, int(table[:, cpu_step.ENTRIES].sum()))
-    for p, dense in strided:
-        if p is not dense:
-            p.copy_(dense)
+    share(work, plan.tasks, plan.entries)
+    for param, p in zip(plan.params, written, strict=True):
+        if p is not param:
+            param.copy_(p)
 
 
-def _row(leaf: Leaf, param: Tensor) -> list[int]:
-    """One leaf as the loops read it."""
+def _row(leaf: Leaf) -> list[int]:
+    """One leaf as the loops read it; the addresses of gradient and parameter come with the step."""
     shape, dense = leaf.param.shape, leaf.absmax is None
     start = 0 if dense else leaf.start
     columns = int(np.prod(shape[start:], dtype=np.int64))
@@ -120,17 +165,17 @@ def _row(leaf: Leaf, param: Tensor) -> list[int]:
     height, width = leaf.tile[0] or rows, min(leaf.tile[1] or columns, columns)
     packed = rows if leaf.tile[0] is None else 1 << (min(height, rows).bit_length() - 1)
     fields = {
-        cpu_step.GRAD: leaf.grad.data_ptr(),
+        cpu_step.GRAD: 0,
         cpu_step.GRAD_KIND: _KINDS[leaf.grad.dtype],
-        cpu_step.PARAM: param.data_ptr(),
-        cpu_step.PARAM_KIND: _KINDS[param.dtype],
+        cpu_step.PARAM: 0,
+        cpu_step.PARAM_KIND: _KINDS[leaf.param.dtype],
         cpu_step.MU: leaf.mu.data_ptr(),
         cpu_step.ABSMAX: 0 if leaf.absmax is None else leaf.absmax.data_ptr(),
         cpu_step.NU: leaf.nu[0].data_ptr(),
         cpu_step.COL: leaf.nu[-1].data_ptr(),
         cpu_step.ROWS: rows,
         cpu_step.COLUMNS: columns,
-        cpu_step.ENTRIES: param.numel(),
+        cpu_step.ENTRIES: leaf.param.numel(),
         cpu_step.BLOCK: leaf.block,
         cpu_step.POLICY: cpu_step.DENSE_LEAF if dense else _POLICIES[leaf.policy],
         cpu_step.TILE_ROWS: height,
@@ -212,10 +257,10 @@ def _tiles(index: int, row: list[int]) -> Iterator[tuple[int, int, int, int, int
             yield index, tile, 0, first, min(first + step, tiles)
 
 
-def share(work: Callable[[Ints], Any], tasks: Sequence[tuple[int, ...]], entries: int) -> list[Any]:
+def share(work: Callable[[Ints], Any], tasks: Ints, entries: int) -> list[Any]:
     """Call `work` on parts of the tasks, on as many threads as torch uses; return its results in order."""
     threads = min(torch.get_num_threads(), len(tasks)) if entries > _ALONE else 1
-    parts = np.array_split(np.array(tasks, np.int64), min(len(tasks), 8 * threads) if threads > 1 else 1)
+    parts = np.array_split(tasks, min(len(tasks), 8 * threads) if threads > 1 else 1)
     if threads == 1:
         return [work(part) for part in parts]
     with ThreadPoolExecutor(threads) as pool:
@@ -249,5 +294,5 @@ def _over_rows(work: Callable[[Tensor, int, Ints], Any], x: Tensor, start: int) 
     x = x.contiguous()
     columns = int(np.prod(x.shape[start:], dtype=np.int64))
     rows, step = x.numel() // columns, max(1, _TASK // columns)
-    tasks = [(first, min(first + step, rows)) for first in range(0, rows, step)]
+    tasks = np.array([(first, min(first + step, rows)) for first in range(0, rows, step)], np.int64)
     return share(lambda part: work(x, columns, part), tasks, x.numel())

@@ -4,6 +4,7 @@ Leaves with one policy, one pair of dtypes and one set of options share a launch
 factored in tiles that a program holds, else three.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -81,6 +82,22 @@ class _Kind(NamedTuple):
     constants: tuple[tuple[str, bool | int], ...]
 
 
+class _Form(NamedTuple):
+    """What follows from a leaf's shape and options: most of its entry, and its kernel's constants.
+
+    Attributes:
+        row: with zeros where its leaf's tensors and flags belong.
+        plan: who plans the launches.
+        constants: where 16 bytes may be read at once.
+        fewer: where not.
+    """
+
+    row: Row
+    plan: "Callable[[_Group], list[Launch]]"
+    constants: tuple[tuple[str, bool | int], ...]
+    fewer: tuple[tuple[str, bool | int], ...]
+
+
 class _Group(NamedTuple):
     """The leaves of one kind, as rows of a table."""
 
@@ -98,11 +115,12 @@ def plan_step(leaves: Sequence[Leaf]) -> Plan:
     """
     gradients: list[tuple[Tensor, Tensor]] = []
     params: list[tuple[Tensor, Tensor]] = []
-    groups: dict[_Kind, list[tuple[Leaf, int]]] = {}
+    groups: dict[_Kind, list[tuple[Leaf, Row]]] = {}
     for index, given in enumerate(leaves):
         if given.param.numel():
             leaf = given._replace(grad=_contiguous(given.grad, gradients), param=_contiguous(given.param, params))
-            groups.setdefault(_kind(leaf), []).append((leaf, index))
+            kind, row = _kind_and_row(leaf, index)
+            groups.setdefault(kind, []).append((leaf, row))
     launches = [step for kind, members in groups.items() for step in kind.plan(_group(kind, members))]
     kept = tuple(leaf for members in groups.values() for leaf, _ in members)
     return Plan(tuple(launches), tuple(gradients), tuple(params), kept)
@@ -120,50 +138,56 @@ def _contiguous(x: Tensor, strided: list[tuple[Tensor, Tensor]]) -> Tensor:
 # ---- what leaves share
 
 
-def _kind(leaf: Leaf) -> _Kind:
+def _kind_and_row(leaf: Leaf, index: int) -> tuple[_Kind, Row]:
     dtypes = (leaf.grad.dtype, leaf.param.dtype)
     if not set(dtypes) <= KINDS.keys():
         raise ValueError(f"Kernels take fp32, bf16 and fp16: got {dtypes}. Use `gefen_kernels.reference`.")
-    align = _alignment(leaf)
-    plan, constants = _policy(leaf, _ENTRIES if align == 16 else _ENTRIES // 2)
-    return _Kind(plan, KINDS[dtypes[0]], KINDS[dtypes[1]], align, tuple(constants.items()))
+    policy = "none" if leaf.absmax is None else leaf.policy
+    form = _form(tuple(leaf.param.shape), leaf.start, leaf.block, leaf.tile, policy)
+    scale = 0 if leaf.absmax is None else leaf.absmax.data_ptr()
+    tensors = (leaf.grad, leaf.param, leaf.mu, *leaf.nu)
+    grad, param, mu, *nu = [x.data_ptr() for x in tensors]
+    at = (grad, param, mu, scale, nu[0], nu[-1], int(leaf.decays), int(leaf.corrects), index)
+    even = not any(x % 16 for x in (grad, param, mu, nu[0], form.row.columns, form.row.width, form.row.block))
+    constants, align = (form.constants, 16) if even else (form.fewer, 1)
+    return _Kind(form.plan, KINDS[dtypes[0]], KINDS[dtypes[1]], align, constants), Row(*at, *form.row[len(at) :])
 
 
-def _policy(leaf: Leaf, entries: int) -> "tuple[Callable[[_Group], list[Launch]], dict[str, bool | int]]":
-    """Who plans a leaf, and the constants of its kernel, for so many entries at one time."""
-    if leaf.absmax is None:
-        return _plan_dense, {"WIDTH": _FLAT}
-    if leaf.policy != "factored":
-        return _plan_blocks, _blocks(leaf, entries)
-    tile = _tile(leaf, entries)
-    return (_plan_strips, _strip(leaf, entries)) if tile is None else (_plan_tiles, tile)
+@functools.lru_cache(maxsize=4096)
+def _form(shape: tuple[int, ...], start: int, block: int, tile: tuple[int | None, int | None], policy: str) -> _Form:
+    """The form of a leaf; its policy is "none" if the leaf is dense."""
+    if policy == "none":
+        width: dict[str, bool | int] = {"WIDTH": _FLAT}
+        return _Form(_sizes((math.prod(shape),), 0, 1, (None, None), policy), _plan_dense, *(tuple(width.items()),) * 2)
+    row = _sizes(shape, start, block, tile, policy)
+    made = [_constants(row, block, tile, policy, entries) for entries in (_ENTRIES, _ENTRIES // 2)]
+    return _Form(row, made[0][0], *(tuple(constants.items()) for _, constants in made))
 
 
-def _blocks(leaf: Leaf, entries: int) -> dict[str, bool | int]:
-    """The constants of `block_kernel`."""
-    row = _row(leaf, 0)
+def _constants(
+    row: Row, block: int, tile: tuple[int | None, int | None], policy: str, entries: int
+) -> "tuple[Callable[[_Group], list[Launch]], dict[str, bool | int]]":
+    """Who plans a quantized leaf, and the constants of its kernel for so many entries at one time."""
+    if policy == "factored" and (held := _tile(row, block, tile, entries)):
+        return _plan_tiles, held
     width = _padded(row.block)
+    count = max(1, entries // width)
+    if policy == "factored":
+        straddles = row.across > 1 and row.width % row.block != 0
+        return _plan_strips, {"ROWS": min(_STRIP, count), "WIDTH": width, "STRADDLES": straddles}
     whole = width == row.block and row.columns % width == 0
-    return {"DENSE": leaf.policy == "dense", "COUNT": max(1, entries // width), "WIDTH": width, "WHOLE": whole}
+    return _plan_blocks, {"DENSE": policy == "dense", "COUNT": count, "WIDTH": width, "WHOLE": whole}
 
 
-def _tile(leaf: Leaf, entries: int) -> dict[str, bool | int] | None:
+def _tile(row: Row, block: int, tile: tuple[int | None, int | None], entries: int) -> dict[str, bool | int] | None:
     """The constants of `tile_kernel`; None where no program holds a tile or a block crosses its edge."""
-    row, (height, side) = _row(leaf, 0), leaf.tile
+    height, side = tile
     width = triton.next_power_of_2(min(side or row.columns, max(row.columns, 256)))
-    block = width if leaf.block >= row.columns else leaf.block
+    block = width if block >= row.columns else block
     edges = width % block == 0 and (row.across == 1 or row.width % block == 0)
     if height is None or not edges or width > _WIDEST or height * width > _TILE:
         return None
     return {"HEIGHT": height, "ROWS": min(height, entries // width), "WIDTH": width, "BLOCK": block}
-
-
-def _strip(leaf: Leaf, entries: int) -> dict[str, bool | int]:
-    """The constants of `update_kernel`."""
-    row = _row(leaf, 0)
-    width = _padded(row.block)
-    straddles = row.across > 1 and row.width % row.block != 0
-    return {"ROWS": min(_STRIP, max(1, entries // width)), "WIDTH": width, "STRADDLES": straddles}
 
 
 def _padded(block: int) -> int:
@@ -173,42 +197,24 @@ def _padded(block: int) -> int:
     return int(triton.next_power_of_2(block))
 
 
-def _alignment(leaf: Leaf) -> int:
-    """16 where 16 bytes may be read at once, else 1."""
-    row = _row(leaf, 0)
-    block = 0 if leaf.absmax is None else row.block
-    return 1 if any(x % 16 for x in (row.grad, row.param, row.mu, row.nu, row.columns, row.width, block)) else 16
-
-
-def _row(leaf: Leaf, index: int) -> Row:
-    """A leaf's entry in a table, its place in the scratch left open; a dense leaf is one row."""
-    shape, size = leaf.param.shape, leaf.param.numel()
-    start = 0 if leaf.absmax is None else leaf.start
+def _sizes(shape: tuple[int, ...], start: int, block: int, tile: tuple[int | None, int | None], policy: str) -> Row:
+    """A leaf's entry in a table, but for its tensors, its flags and its place in the scratch."""
     columns, rows = math.prod(shape[start:]), shape[start - 1] if start else 1
-    height, width = leaf.tile[0] or rows, min(leaf.tile[1] or columns, columns)
-    down, across, blocks = max(1, rows // height), block_count(columns, width), block_count(columns, leaf.block)
-    total = size // columns * (1 if leaf.policy == "factored" else blocks)
-    strips, spans = block_count(height, _STRIP), block_count(width, _SPAN)
+    height, width = tile[0] or rows, min(tile[1] or columns, columns)
+    down, across, blocks = max(1, rows // height), block_count(columns, width), block_count(columns, block)
+    lines, strips, spans = math.prod(shape[:start]), block_count(height, _STRIP), block_count(width, _SPAN)
     return Row(
-        grad=leaf.grad.data_ptr(),
-        param=leaf.param.data_ptr(),
-        mu=leaf.mu.data_ptr(),
-        absmax=0 if leaf.absmax is None else leaf.absmax.data_ptr(),
-        nu=leaf.nu[0].data_ptr(),
-        col=leaf.nu[-1].data_ptr(),
-        decays=int(leaf.decays),
-        corrects=int(leaf.corrects),
-        scalars=index,
-        total=total,
+        *(0,) * 9,
+        total=lines if policy == "factored" else lines * blocks,
         rows=rows,
         columns=columns,
-        block=min(leaf.block, columns),
+        block=0 if policy == "none" else min(block, columns),
         blocks=blocks,
         height=height,
         down=down,
         width=width,
         across=across,
-        packed=rows if leaf.tile[0] is None else 1 << (min(height, rows).bit_length() - 1),
+        packed=rows if tile[0] is None else 1 << (min(height, rows).bit_length() - 1),
         strips=strips,
         all_strips=(down - 1) * strips + block_count(rows - (down - 1) * height, _STRIP),
         spans=spans,
@@ -219,9 +225,9 @@ def _row(leaf: Leaf, index: int) -> Row:
     )
 
 
-def _group(kind: _Kind, members: list[tuple[Leaf, int]]) -> _Group:
-    rows, device = [_row(leaf, index) for leaf, index in members], members[0][0].param.device
-    return _Group(rows, device, {"GRAD": kind.grad, "PARAM": kind.param, "ALIGN": kind.align}, dict(kind.constants))
+def _group(kind: _Kind, members: list[tuple[Leaf, Row]]) -> _Group:
+    types: Constants = {"GRAD": kind.grad, "PARAM": kind.param, "ALIGN": kind.align}
+    return _Group([row for _, row in members], members[0][0].param.device, types, dict(kind.constants))
 
 
 # ---- the launches of one kind
