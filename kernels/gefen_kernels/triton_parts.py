@@ -172,7 +172,7 @@ def moment(
     old = decode_block(codes, tl.load(row.absmax + block, mask=live, other=0.0), book)
     m = old * n.b1 + tl.reshape(g * n.one_minus_b1, [COUNT, BLOCK])
     m = tl.where(tl.reshape(mask, [COUNT, BLOCK]), m, 0.0)
-    code, absmax = encode_block(m, search)
+    code, absmax = encode_block(m, search)  # waits for every thread of a block, so all have read what is now written
     tl.store(row.mu + offset, tl.reshape(code, g.shape), mask=mask)
     tl.store(row.absmax + block, absmax, mask=live)
     if MHAT:
@@ -196,6 +196,8 @@ def step_param(row: Row, n: Numbers, offset: tl.tensor, mask: tl.tensor, drive: 
 @jit
 def average(n: Numbers, at: tl.tensor, live: tl.tensor, new: tl.tensor) -> tl.tensor:
     """Step the averages at `at` toward `new` and return them, 0 where there is none."""
-    value = tl.where(live, tl.load(at, mask=live, other=0.0) * n.b2 + new * n.one_minus_b2, 0.0)
+    old = tl.load(at, mask=live, other=0.0)
+    tl.debug_barrier()  # several threads may hold the same average: all have read it before one writes
+    value = tl.where(live, old * n.b2 + new * n.one_minus_b2, 0.0)
     tl.store(at, value, mask=live)
     return value
