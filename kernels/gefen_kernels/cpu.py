@@ -21,7 +21,7 @@ from gefen_kernels.step import Leaf
 _KINDS = {torch.float32: loops.FP32, torch.bfloat16: loops.BF16, torch.float16: loops.FP16}
 _POLICIES = {"dense": cpu_step.DENSE, "block": cpu_step.BLOCKS, "factored": cpu_step.FACTORED}
 _TASK = 1 << 17  # entries of a task: small enough to share out, large enough to be worth the call
-_STRETCH = 2048  # columns of a factored leaf that are read together: a page or two of each row
+_STRETCH = 4096  # columns of a factored leaf that are read together: pages are dearer than the cache
 _ALONE = 1 << 16  # entries that one thread does sooner than two
 
 Ints = npt.NDArray[np.int64]

@@ -27,6 +27,8 @@ def _may_cache() -> bool:
 
 
 compiled = numba.njit(cache=_may_cache(), nogil=True, error_model="numpy")
+# For what is called once a block: an array is passed as seven numbers, and a call costs as much as a short loop.
+inlined = numba.njit(cache=_may_cache(), nogil=True, error_model="numpy", inline="always")
 
 
 @intrinsic
@@ -140,7 +142,7 @@ def store(kind, address, first, count, source):
             words[j] = to_fp16(source[j])
 
 
-@compiled
+@inlined
 def tree(x, count, work):
     """Sum of `count` entries by the fixed pairwise tree; `x` is kept, `work` is overwritten."""
     if count == RUN:  # a length that the compiler knows is summed three times as fast
@@ -170,7 +172,7 @@ def _ragged_tree(x, count, work):
     return work[0] if count else F32(0)
 
 
-@compiled
+@inlined
 def add_row(row, index, count, levels, stride, work):
     """Add row number `index` to the tree over rows, a binary counter: level k holds a sum of 2^k rows.
 
@@ -214,7 +216,7 @@ def close_rows(rows, count, levels, stride, out):
         levels += stride
 
 
-@compiled
+@inlined
 def largest(x, count):
     """The largest magnitude, NaN if there is one; below the smallest normal it is 0."""
     bits = x.view(U32)
@@ -226,7 +228,7 @@ def largest(x, count):
     return F32(0) if top < TINY else top
 
 
-@compiled
+@inlined
 def encode(x, count, top, cells, bounds, comparisons, zeros, codes, starts, limits, ratios):
     """Codes of `x / top`: a start from the cell, then comparisons; see `gefen_kernels.cpu.Codebook`.
 

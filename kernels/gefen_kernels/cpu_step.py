@@ -20,6 +20,7 @@ from gefen_kernels.cpu_loops import (
     floats,
     from_bf16,
     from_fp16,
+    inlined,
     largest,
     load,
     raw,
@@ -56,7 +57,7 @@ DENSE_LEAF, DENSE, BLOCKS, FACTORED = range(4)
 B1, NOT_B1, B2, NOT_B2, CORRECTION1, ROOT_CORRECTION2, EPS, STEP, DECAY, GRAD_SCALE, SCALARS = range(11)
 
 
-@compiled
+@inlined
 def _load_grad(leaf, scalars, options, first, count, room):
     """The gradient as the first moment meets it: negated, and scaled with one rounding to its dtype.
 
@@ -88,7 +89,7 @@ def _scale(kind, factor, count, g):
             g[j] = from_fp16(to_fp16(g[j] * factor))
 
 
-@compiled
+@inlined
 def _descend(leaf, scalars, count, d, root, p):
     """`p + step (d / c1 / (root + eps) + decay p)`."""
     c1, eps, step, decay = scalars[CORRECTION1], scalars[EPS], scalars[STEP], scalars[DECAY]
@@ -104,7 +105,7 @@ def _descend(leaf, scalars, count, d, root, p):
             p[j] = p[j] + d[j] / c1 / (root[j] + eps) * step
 
 
-@compiled
+@inlined
 def _apply(leaf, scalars, first, count, d, root, p):
     """The parameter's step from the moment `d` and the root of the second moment; `p` is scratch."""
     kind, address = leaf[PARAM_KIND], leaf[PARAM]
@@ -116,7 +117,7 @@ def _apply(leaf, scalars, first, count, d, root, p):
         store(kind, address, first, count, p)
 
 
-@compiled
+@inlined
 def _moment(leaf, scalars, code, from_stored, block, first, count, g, m, limits, starts, spare):
     """Decode, average and re-encode one block; `m` becomes the moment that drives the step."""
     book, cells, bounds, comparisons, zeros = code
@@ -135,14 +136,14 @@ def _moment(leaf, scalars, code, from_stored, block, first, count, g, m, limits,
             m[j] = book[codes[j]] * top
 
 
-@compiled
+@inlined
 def _average(nu, index, b2, not_b2, new):
     """One step of an average that is stored as one number."""
     nu[index] = nu[index] * b2 + new * not_b2
     return nu[index]
 
 
-@compiled
+@inlined
 def _dense_root(leaf, scalars, first, count, g, root):
     """Average g^2 entry by entry; `root` becomes its root."""
     nu = floats(leaf[NU] + 4 * first, count)
@@ -167,7 +168,7 @@ def _dense_leaf(leaf, scalars, options, first, last, room):
         _apply(leaf, scalars, start, count, mu, root, p)
 
 
-@compiled
+@inlined
 def _block_root(leaf, scalars, block, count, g, root, work):
     """Average the block's mean of g^2; its root is shared."""
     for j in range(count):
@@ -269,7 +270,7 @@ def _row_tile(leaf, tile):
     return batch_row + local * height, rows, batch_row, local
 
 
-@compiled
+@inlined
 def _factored_root(leaf, row, left, count, factors, root):
     """`sqrt(row) * sqrt(col / mean(col))` of some columns; `row` holds the row's mean in each tile."""
     width = leaf[TILE_COLUMNS]
