@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, Params, Recipe
 from gefen_fn.blocks import FlatBlocks, dense_reason, leaf_layout
+from gefen_fn.program import recognise
 from gefen_fn.second_moment import Block, Factored, policy_for
 from gefen_fn.state_io import flatten_state, state_bytes
 from gefen_fn.tree import tree_leaves, tree_map, tree_paths
@@ -40,12 +41,14 @@ class Report(NamedTuple):
 
     Attributes:
         expression: the transform.
+        fused: the stages that a back end does in one go, in place (see `fuse`); empty if there are none.
         leaves: one row per parameter.
         shared_bytes: state that belongs to no parameter, such as a codebook.
         entries: entries of all parameters.
     """
 
     expression: str
+    fused: str
     leaves: tuple[LeafReport, ...]
     shared_bytes: int
     entries: int
@@ -64,7 +67,8 @@ class Report(NamedTuple):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         share = f", {self.bytes / self.entries:.4f} bytes per parameter" if self.entries else ""
-        return "\n".join([self.expression, *lines, f"{self.bytes:,} bytes of state{share}"])
+        fused = f"fused: {self.fused or 'nothing'}"
+        return "\n".join([self.expression, fused, *lines, f"{self.bytes:,} bytes of state{share}"])
 
 
 def describe(tx: GradientTransformation, params: Params) -> Report:
@@ -84,7 +88,14 @@ def describe(tx: GradientTransformation, params: Params) -> Report:
         owned[_owner(key, leaves)][key] = x
     rules = list(_gefen_rules(tx))
     reports = tuple(_leaf(path, p, owned[path], rules) for path, p in leaves.items())
-    return Report(repr(tx), reports, state_bytes(owned[None]), sum(p.numel() for p in leaves.values()))
+    program = recognise(tx)
+    return Report(
+        repr(tx),
+        "" if program is None else str(program),
+        reports,
+        state_bytes(owned[None]),
+        sum(p.numel() for p in leaves.values()),
+    )
 
 
 def _owner(key: str, leaves: Mapping[str, Tensor]) -> str | None:

@@ -10,6 +10,7 @@ from gefen_fn import (
     adamw,
     chain,
     clip,
+    clip_by_global_norm,
     describe,
     gefen,
     identity,
@@ -17,6 +18,7 @@ from gefen_fn import (
     masked,
     named_chain,
     partition,
+    scale_by_gefen,
     state_bytes,
 )
 from gefen_nn import Gefen
@@ -68,8 +70,22 @@ def test_flattened_leaves_say_that_they_do_not_shard():
 )
 def test_it_prints_as_a_table_for_any_tree(params):
     lines = str(describe(gefen(1e-3), params)).splitlines()
-    assert lines[0].startswith("chain(scale_by_gefen(") and lines[1].startswith("leaf")
-    assert "bytes of state" in lines[-1] and len(lines) == 3 + (params != {})
+    assert lines[0].startswith("chain(scale_by_gefen(") and lines[2].startswith("leaf")
+    assert "bytes of state" in lines[-1] and len(lines) == 4 + (params != {})
+
+
+@pytest.mark.parametrize(
+    ("tx", "fused"),
+    [
+        (gefen(1e-3), "scale_by_gefen + add_decayed_weights + scale_by_learning_rate"),
+        (chain(clip_by_global_norm(1.0), scale_by_gefen()), "clip_by_global_norm + scale_by_gefen"),
+        (adamw(1e-3), ""),
+    ],
+    ids=["gefen", "clip", "adamw"],
+)
+def test_it_says_what_is_fused(tx, fused):
+    report = describe(tx, PARAMS)
+    assert report.fused == fused and f"fused: {fused or 'nothing'}" in str(report).splitlines()
 
 
 def test_an_optimizer_describes_the_parameters_that_have_state():
