@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, Params, Recipe
 from gefen_fn.blocks import FlatBlocks, dense_reason, leaf_layout
-from gefen_fn.program import recognise
+from gefen_fn.fuse import fuse
 from gefen_fn.second_moment import Block, Factored, policy_for
 from gefen_fn.state_io import flatten_state, state_bytes
 from gefen_fn.tree import tree_leaves, tree_map, tree_paths
@@ -88,14 +88,8 @@ def describe(tx: GradientTransformation, params: Params) -> Report:
         owned[_owner(key, leaves)][key] = x
     rules = list(_gefen_rules(tx))
     reports = tuple(_leaf(path, p, owned[path], rules) for path, p in leaves.items())
-    program = recognise(tx)
-    return Report(
-        repr(tx),
-        "" if program is None else str(program),
-        reports,
-        state_bytes(owned[None]),
-        sum(p.numel() for p in leaves.values()),
-    )
+    step, entries = fuse(tx), sum(p.numel() for p in leaves.values())
+    return Report(repr(tx), "" if step is None else str(step), reports, state_bytes(owned[None]), entries)
 
 
 def _owner(key: str, leaves: Mapping[str, Tensor]) -> str | None:

@@ -12,7 +12,7 @@ leaves that no back end takes, go through the pure path inside the same step.
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from gefen_fn.base import GradientTransformation, Recipe
+from gefen_fn.base import GradientTransformation, OptState, Recipe
 from gefen_fn.second_moment import Block, Dense, Factored
 
 Path = tuple[Any, ...]
@@ -90,6 +90,25 @@ class Program(NamedTuple):
             stages = [s.recipe.name for s in (part.core, part.decay, part.rate) if s is not None]
             texts.append(" + ".join([*before, *stages]) + (f" for {part.label!r}" if self.labels is not None else ""))
         return "; ".join(texts)
+
+
+def at(state: OptState, path: Path) -> Any:
+    """What lies at a path in a state."""
+    for key in path:
+        state = getattr(state, key) if hasattr(state, "_fields") else state[key]
+    return state
+
+
+def put(state: OptState, path: Path, value: Any) -> OptState:
+    """The state with `value` at a path."""
+    if not path:
+        return value
+    key, inner = path[0], put(at(state, path[:1]), path[1:], value)
+    if hasattr(state, "_fields"):
+        return state._replace(**{key: inner})
+    if isinstance(state, dict):
+        return {**state, key: inner}
+    return (*state[:key], inner, *state[key + 1 :])
 
 
 def recognise(tx: GradientTransformation) -> Program | None:

@@ -14,6 +14,7 @@ from gefen_fn import (
     StructureError,
     adamw,
     add_decayed_weights,
+    apply_if_finite,
     apply_updates,
     chain,
     clip,
@@ -70,6 +71,9 @@ EXPRESSIONS = {
     "ascent": lambda: chain(scale(-1.0), gefen(1e-2)),
     "injected": lambda: inject_hyperparams(gefen)(COSINE, weight_decay=0.1),
     "injected clip": lambda: inject_hyperparams(lambda lr, c: chain(clip_by_global_norm(c), gefen(lr)))(1e-2, COSINE),
+    "accumulating": lambda: MultiSteps(chain(clip_by_global_norm(0.5), gefen(COSINE)), 2),
+    "guarded": lambda: apply_if_finite(gefen(1e-2), 3),
+    "guarded accumulation": lambda: apply_if_finite(MultiSteps(inject_hyperparams(gefen)(1e-2), 3), 3),
     "named": lambda: named_chain(("moments", scale_by_gefen()), ("nothing", identity()), ("rate", scale(-1e-2))),
     "partition": lambda: partition(
         {"gefen": gefen(1e-2, weight_decay=0.1), "adam": adamw(COSINE), "still": set_to_zero()}, LABELS
@@ -159,7 +163,7 @@ def test_strided_tensors_bad_gradients_and_threads_change_no_bit(threads):
         chain(clip(1.0), gefen(1e-3)),
         chain(gefen(1e-3), gefen(1e-3)),
         gefen(1e-3, rounding="stochastic"),
-        MultiSteps(gefen(1e-3), 2),
+        MultiSteps(adamw(1e-3), 2),
         masked(gefen(1e-3), True),
         chain(scale_by_gefen(), add_decayed_weights(0.1), add_decayed_weights(0.1)),
         inject_hyperparams(lambda lr: gefen(lr * 2))(1e-3),
@@ -237,3 +241,13 @@ def test_a_leaf_may_get_and_lose_its_gradient():
         plain = apply_updates(plain, updates)
         other = step(grads, other, fused)
         assert differing(plain, fused) == [] and differing(flatten_state(state), flatten_state(other)) == []
+
+
+def test_a_guard_leaves_the_state_alone_after_a_bad_gradient():
+    tx, p = apply_if_finite(gefen(1e-2, codebook="fixed"), 3), torch.ones(64, 100)
+    state, step = tx.init(p), fuse(tx)
+    assert str(step) == "apply_if_finite(scale_by_gefen + add_decayed_weights + scale_by_learning_rate)"
+    before = {k: x.clone() for k, x in flatten_state(state.inner_state).items()}
+    state = step(torch.full((64, 100), float("nan")), state, p)
+    assert (p == 1).all() and differing(before, flatten_state(state.inner_state)) == []
+    assert state.notfinite_count == 1
