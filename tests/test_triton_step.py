@@ -80,11 +80,11 @@ def assert_fused_is_plain(tx, shapes, dtypes=(FP32, FP32), steps=2, change=lambd
     fused = {k: view(p.clone()) for k, p in plain.items()}
     state, other = tx.init(plain), tx.init(plain)
 
-    def stepped(leaves, *args, **options):
-        taken.extend(leaves)
-        run.gefen_step(leaves, *args, **options)
+    def stepped(plan, grads, *args, **options):
+        taken.extend(grads)
+        run.run_step(plan, grads, *args, **options)
 
-    back_end = mock.Mock(wraps=run, gefen_step=stepped)
+    back_end = mock.Mock(wraps=run, run_step=stepped)
     with mock.patch.object(ops, "back_end", lambda device: back_end):
         for t in range(steps):
             grads = {str(i): change(noise(s, 10 * t + i, dtypes[0])) for i, s in enumerate(shapes)}
@@ -241,14 +241,24 @@ def test_no_leaves_and_empty_leaves_launch_nothing():
     run.gefen_step([leaf_of((0, 4), Block())], numbers(1), BOOK)
 
 
-def test_a_plan_reads_its_scalars_and_gradients_anew():
+def test_a_plan_reads_scalars_and_gradients_anew():
     leaf, other = (leaf_of((64, 256), Factored((32, 256)), dtypes=(FP32, FP32)) for _ in range(2))
-    scalars, plan = numbers(1), run.plan_step([leaf])
-    for step in (-1e-2, -3e-2):
-        leaf.grad.mul_(step)
-        scalars[0, SCALARS.index("step")] = step
-        run.run_step(plan, scalars, BOOK, run.search_of(BOOK))
-        run.gefen_step([other._replace(grad=leaf.grad)], numbers(1, step=step), BOOK)
+    scalars, plan, unaligned = numbers(1), run.plan_step([leaf]), torch.empty(64 * 256 + 1)[1:].reshape(64, 256)
+    for n, grad in enumerate([leaf.grad, leaf.grad, noise((64, 256), 2), unaligned.copy_(leaf.grad), leaf.grad[:1]]):
+        grad = grad.mul_(0.5).expand(64, 256)
+        scalars[0, SCALARS.index("step")] = -1e-2 * n
+        run.run_step(plan, [grad], scalars, BOOK)
+        run.gefen_step([other._replace(grad=grad)], numbers(1, step=-1e-2 * n), BOOK)
+    assert torch.equal(leaf.param, other.param) and torch.equal(leaf.mu, other.mu)
+
+
+def test_a_plan_sees_that_the_codebook_changed():
+    leaf, other = (leaf_of((64, 256), Block()) for _ in range(2))
+    book, plan = BOOK.clone(), run.plan_step([leaf])
+    for ties in ("zero", "published", "published"):
+        run.run_step(plan, [leaf.grad], numbers(1), book, ties=ties, drive="m_hat")
+        run.gefen_step([other], numbers(1), book, ties=ties, drive="m_hat")
+        book.copy_(PUBLISHED)
     assert torch.equal(leaf.param, other.param) and torch.equal(leaf.mu, other.mu)
 
 
@@ -330,10 +340,11 @@ def distinct(accesses, key):
 def test_a_bf16_step_moves_little_more_than_its_eight_bytes(policy, floor, asked):
     """`floor` bounds what is distinct in each program, as its second look at an entry finds it in the cache."""
     leaf = leaf_of((256, 512), policy)
-    plan, scalars, search = run.plan_step([leaf]), numbers(1), run.search_of(BOOK)
+    plan = run.plan_step([leaf])
+    run.run_step(plan, [leaf.grad], numbers(1), BOOK)
     with watched() as accesses:
-        run.run_step(plan, scalars, BOOK, search)
-    lookup = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (BOOK, *search)]
+        run.run_step(plan, [leaf.grad], numbers(1), BOOK)
+    lookup = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (BOOK, *plan.book[3])]
     used = [x for x in accesses if x.addresses.size]
     shared = [x for x in used if any(int(x.addresses[0]) in memory for memory in lookup)]
     own = [x for x in used if x not in shared]
@@ -346,18 +357,17 @@ def test_a_bf16_step_moves_little_more_than_its_eight_bytes(policy, floor, asked
 @pytest.mark.parametrize("policy", [Factored((128, 256)), Block()], ids=repr)
 def test_entries_are_addressed_beyond_two_to_the_31(policy):
     shape = (2**17, 2**16)
-    leaf = leaf_of(shape, policy, device="meta")
-    (step,) = run.plan_step([leaf]).launches
-    fields = step.table.shape[1]
+    (step,) = run.plan_step([leaf_of(shape, policy, device="meta")]).launches
     bases = torch.tensor([n << 40 for n in range(1, 7)])
-    table = torch.cat([bases, step.table[0, 6:]]).reshape(1, fields)
+    table = torch.cat([bases[:5], step.table[0, 5:]])[None]
     last = torch.tensor([[0, step.programs - 1]], dtype=torch.int32)
-    plan = run.Plan((step._replace(table=table, owner=last, programs=1),), (), (), ())
+    args = (table, last, bases[5:], numbers(1), BOOK, run.search_of(BOOK))
     with watched(imagined=range(1 << 39, 1 << 43)) as accesses:
-        run.run_step(plan, numbers(1), BOOK, run.search_of(BOOK))
-    entries = shape[0] * shape[1]
-    written = {int(x.addresses.max()) for x in accesses if x.writes and x.addresses.size}
-    assert {(2 << 40) + 2 * (entries - 1), (3 << 40) + entries - 1, (4 << 40) + 4 * (entries // 256 - 1)} <= written
+        run.launch(step.kernel, 1, *args, **step.constants, **dict.fromkeys(step.options, False))
+    entries, touched = shape[0] * shape[1], [x for x in accesses if x.addresses.size]
+    read, written = ({int(x.addresses.max()) for x in touched if x.writes == w} for w in (False, True))
+    assert (6 << 40) + 2 * (entries - 1) in read
+    assert {(1 << 40) + 2 * (entries - 1), (2 << 40) + entries - 1, (3 << 40) + 4 * (entries // 256 - 1)} <= written
 
 
 # ---- compiled

@@ -1,8 +1,8 @@
 """Parts of a fused step in registers: a leaf's entry in the table of leaves, its gradient, sums, moment and parameter.
 
-A launch serves many leaves: `table` is int64 `[leaves, len(Row._fields)]`, `owner` int32
-`[programs, 2]`, each program's leaf and its number among that leaf's programs. Every
-operation is rounded by itself and every sum is the reference's tree, so results equal the pure path bit for bit.
+A launch serves many leaves: `table` is int64 `[leaves, len(Row._fields)]`; `owner` int32 `[programs, 2]`, the leaf of
+each program and its number among that leaf's; `grads` has the addresses of the gradients and `scalars` the numbers of
+all leaves of the step. Every operation is rounded by itself and every sum is the reference's tree.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,6 @@ from gefen_kernels.triton_codec import decode_block, encode_block, jit, widen
 class Row(NamedTuple):
     """One leaf of a launch: ints on the host, int64 scalars in a kernel, where addresses are pointers."""
 
-    grad: Any
     param: Any
     mu: Any
     absmax: Any
@@ -24,7 +23,7 @@ class Row(NamedTuple):
     col: Any
     decays: Any
     corrects: Any
-    scalars: Any  # row of the scalars
+    index: Any  # among all leaves of the step
     total: Any  # blocks, or rows of a factored leaf
     rows: Any  # R, of one matrix
     columns: Any  # C
@@ -78,7 +77,11 @@ def pointer(address: tl.tensor, KIND: tl.constexpr, ALIGN: tl.constexpr) -> tl.t
 
 @jit
 def row_of(
-    table: tl.tensor, owner: tl.tensor, GRAD: tl.constexpr, PARAM: tl.constexpr, MU: tl.constexpr, ALIGN: tl.constexpr
+    table: tl.tensor,
+    owner: tl.tensor,
+    PARAM: tl.constexpr,
+    MU: tl.constexpr,
+    ALIGN: tl.constexpr,
 ) -> tuple[Row, tl.tensor]:
     """The entry of this program's leaf, and the program's number among that leaf's, int64.
 
@@ -87,23 +90,23 @@ def row_of(
     owned = owner + tl.program_id(0).to(tl.int64) * 2
     at = table + tl.load(owned).to(tl.int64) * _FIELDS
     row = Row(
-        pointer(tl.load(at), GRAD, ALIGN),
-        pointer(tl.load(at + 1), PARAM, ALIGN),
-        pointer(tl.load(at + 2), MU, ALIGN),
-        pointer(tl.load(at + 3), "fp32", 4),
-        pointer(tl.load(at + 4), "fp32", ALIGN),
-        pointer(tl.load(at + 5), "fp32", 4),
+        pointer(tl.load(at), PARAM, ALIGN),
+        pointer(tl.load(at + 1), MU, ALIGN),
+        pointer(tl.load(at + 2), "fp32", 4),
+        pointer(tl.load(at + 3), "fp32", ALIGN),
+        pointer(tl.load(at + 4), "fp32", 4),
+        tl.load(at + 5),
         tl.load(at + 6),
         tl.load(at + 7),
         tl.load(at + 8),
         tl.load(at + 9),
-        tl.load(at + 10),
+        tl.multiple_of(tl.load(at + 10), ALIGN),
         tl.multiple_of(tl.load(at + 11), ALIGN),
-        tl.multiple_of(tl.load(at + 12), ALIGN),
+        tl.load(at + 12),
         tl.load(at + 13),
         tl.load(at + 14),
-        tl.load(at + 15),
-        tl.multiple_of(tl.load(at + 16), ALIGN),
+        tl.multiple_of(tl.load(at + 15), ALIGN),
+        tl.load(at + 16),
         tl.load(at + 17),
         tl.load(at + 18),
         tl.load(at + 19),
@@ -112,7 +115,6 @@ def row_of(
         tl.load(at + 22),
         tl.load(at + 23),
         tl.load(at + 24),
-        tl.load(at + 25),
     )
     return row, tl.load(owned + 1).to(tl.int64)
 

@@ -7,14 +7,16 @@ factored in tiles that a program holds, else three.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from gefen_kernels.reference import block_count
+from gefen_kernels.reference import Ties, block_count
 from gefen_kernels.step import Leaf
+from gefen_kernels.triton_codec import Search
 from gefen_kernels.triton_parts import Row
 from gefen_kernels.triton_stats import SPAN, STRIP, mean_kernel, sum_kernel
 from gefen_kernels.triton_update import block_kernel, dense_kernel, tile_kernel, update_kernel
@@ -34,11 +36,13 @@ class Launch(NamedTuple):
     """One launch of a plan.
 
     Attributes:
-        kernel: takes `table`, `owner`, the scalars, a codebook and its `Search` if `quantized`, and `scratch` if any.
+        kernel: takes `table`, `owner`, the gradients' addresses if `reads`, the scalars, a codebook and its `Search` if
+            `quantized`, and `scratch` if any.
         programs: how many.
         table: int64 `[leaves, fields]`, see `triton_parts.Row`.
         owner: int32 `[programs, 2]`, each program's leaf and its number among that leaf's programs.
         scratch: fp32, sums that one launch leaves for the next.
+        reads: whether the kernel takes gradients.
         quantized: whether the kernel takes a codebook.
         warps: of a program.
         options: which of `NEGATE`, `SCALED` and `MHAT` are constants of the kernel.
@@ -50,26 +54,32 @@ class Launch(NamedTuple):
     table: Tensor
     owner: Tensor
     scratch: Tensor | None
+    reads: bool
     quantized: bool
     warps: int
     options: tuple[str, ...]
     constants: Constants
 
 
-class Plan(NamedTuple):
-    """What a step of some leaves launches; it holds while their tensors stay where they are.
+@dataclass
+class Plan:
+    """What a step of some leaves launches; it holds while parameters and state stay where they are.
 
     Attributes:
         launches: in order.
-        gradients: those that are not contiguous, each with the copy that kernels read.
-        params: those that are not contiguous, each with the copy that kernels step.
-        leaves: kept alive, because tables hold addresses.
+        strided: parameters that are not contiguous, each with the copy that kernels step.
+        aligned: for each leaf, whether its gradient is read by 16 bytes.
+        addresses: of the gradients on the GPU, int64 `[leaves]`.
+        staged: the same on the host.
+        book: the codebook of the last step, with its tie rule, and what kernels search it by.
     """
 
     launches: tuple[Launch, ...]
-    gradients: tuple[tuple[Tensor, Tensor], ...]
-    params: tuple[tuple[Tensor, Tensor], ...]
-    leaves: tuple[Leaf, ...]
+    strided: tuple[tuple[Tensor, Tensor], ...]
+    aligned: tuple[bool, ...]
+    addresses: Tensor
+    staged: Tensor
+    book: tuple[Tensor, int, Ties, Search] | None = None
 
 
 class _Kind(NamedTuple):
@@ -113,44 +123,46 @@ def plan_step(leaves: Sequence[Leaf]) -> Plan:
     Raises:
         ValueError: if a dtype is none of fp32, bf16 and fp16, or a block longer than 65,536.
     """
-    gradients: list[tuple[Tensor, Tensor]] = []
-    params: list[tuple[Tensor, Tensor]] = []
-    groups: dict[_Kind, list[tuple[Leaf, Row]]] = {}
-    for index, given in enumerate(leaves):
-        if given.param.numel():
-            leaf = given._replace(grad=_contiguous(given.grad, gradients), param=_contiguous(given.param, params))
-            kind, row = _kind_and_row(leaf, index)
-            groups.setdefault(kind, []).append((leaf, row))
-    launches = [step for kind, members in groups.items() for step in kind.plan(_group(kind, members))]
-    kept = tuple(leaf for members in groups.values() for leaf, _ in members)
-    return Plan(tuple(launches), tuple(gradients), tuple(params), kept)
+    strided: list[tuple[Tensor, Tensor]] = []
+    groups: dict[_Kind, list[Row]] = {}
+    aligned = [False] * len(leaves)
+    for index, leaf in enumerate(leaves):
+        if leaf.param.numel():
+            kind, row = _kind_and_row(leaf, _contiguous(leaf.param, strided), index)
+            groups.setdefault(kind, []).append(row)
+            aligned[index] = kind.align == 16
+    device = leaves[0].param.device if leaves else torch.device("cpu")
+    launches = [step for kind, rows in groups.items() for step in kind.plan(_group(kind, rows, device))]
+    staged = torch.zeros(len(leaves), dtype=torch.int64)
+    return Plan(tuple(launches), tuple(strided), tuple(aligned), staged.to(device), staged)
 
 
-def _contiguous(x: Tensor, strided: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The tensor, or a contiguous one of its shape, which is noted."""
-    if x.is_contiguous():
-        return x
-    copy = torch.empty_like(x, memory_format=torch.contiguous_format)
-    strided.append((x, copy))
+def _contiguous(p: Tensor, strided: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The parameter, or a contiguous tensor of its shape, which is noted."""
+    if p.is_contiguous():
+        return p
+    copy = torch.empty_like(p, memory_format=torch.contiguous_format)
+    strided.append((p, copy))
     return copy
 
 
 # ---- what leaves share
 
 
-def _kind_and_row(leaf: Leaf, index: int) -> tuple[_Kind, Row]:
-    dtypes = (leaf.grad.dtype, leaf.param.dtype)
+def _kind_and_row(leaf: Leaf, param: Tensor, index: int) -> tuple[_Kind, Row]:
+    """A leaf's kind and entry, with `param` as its parameter."""
+    dtypes = (leaf.grad.dtype, param.dtype)
     if not set(dtypes) <= KINDS.keys():
         raise ValueError(f"Kernels take fp32, bf16 and fp16: got {dtypes}. Use `gefen_kernels.reference`.")
     policy = "none" if leaf.absmax is None else leaf.policy
-    form = _form(tuple(leaf.param.shape), leaf.start, leaf.block, leaf.tile, policy)
+    form = _form(tuple(param.shape), leaf.start, leaf.block, leaf.tile, policy)
+    at, mu, nu = param.data_ptr(), leaf.mu.data_ptr(), leaf.nu[0].data_ptr()
     scale = 0 if leaf.absmax is None else leaf.absmax.data_ptr()
-    tensors = (leaf.grad, leaf.param, leaf.mu, *leaf.nu)
-    grad, param, mu, *nu = [x.data_ptr() for x in tensors]
-    at = (grad, param, mu, scale, nu[0], nu[-1], int(leaf.decays), int(leaf.corrects), index)
-    even = not any(x % 16 for x in (grad, param, mu, nu[0], form.row.columns, form.row.width, form.row.block))
+    own = (at, mu, scale, nu, leaf.nu[-1].data_ptr(), int(leaf.decays), int(leaf.corrects), index)
+    grad = leaf.grad.data_ptr() if leaf.grad.is_contiguous() else 0
+    even = not any(x % 16 for x in (grad, at, mu, nu, form.row.columns, form.row.width, form.row.block))
     constants, align = (form.constants, 16) if even else (form.fewer, 1)
-    return _Kind(form.plan, KINDS[dtypes[0]], KINDS[dtypes[1]], align, constants), Row(*at, *form.row[len(at) :])
+    return _Kind(form.plan, KINDS[dtypes[0]], KINDS[dtypes[1]], align, constants), Row(*own, *form.row[len(own) :])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -204,7 +216,7 @@ def _sizes(shape: tuple[int, ...], start: int, block: int, tile: tuple[int | Non
     down, across, blocks = max(1, rows // height), block_count(columns, width), block_count(columns, block)
     lines, strips, spans = math.prod(shape[:start]), block_count(height, _STRIP), block_count(width, _SPAN)
     return Row(
-        *(0,) * 9,
+        *(0,) * 8,
         total=lines if policy == "factored" else lines * blocks,
         rows=rows,
         columns=columns,
@@ -225,9 +237,9 @@ def _sizes(shape: tuple[int, ...], start: int, block: int, tile: tuple[int | Non
     )
 
 
-def _group(kind: _Kind, members: list[tuple[Leaf, Row]]) -> _Group:
+def _group(kind: _Kind, rows: list[Row], device: torch.device) -> _Group:
     types: Constants = {"GRAD": kind.grad, "PARAM": kind.param, "ALIGN": kind.align}
-    return _Group([row for _, row in members], members[0][0].param.device, types, dict(kind.constants))
+    return _Group(rows, device, types, dict(kind.constants))
 
 
 # ---- the launches of one kind
@@ -269,6 +281,7 @@ def _plan_strips(group: _Group) -> list[Launch]:
         first._replace(scratch=scratch, quantized=False, options=("NEGATE", "SCALED")),
         second._replace(
             scratch=scratch,
+            reads=False,
             quantized=False,
             options=(),
             constants={"LINES": lines, "SPANS": spans, "STRIPS": strips},
@@ -299,6 +312,7 @@ def _launch(group: _Group, kernel: Any, counts: list[int], entries: int) -> Laun
         moved(torch.tensor(group.rows, dtype=torch.int64), group.device),
         moved(torch.stack([leaf, own], 1).to(torch.int32), group.device),
         None,
+        True,
         True,
         min(16, max(1, entries // (256 if group.types["ALIGN"] == 16 else 128))),
         ("NEGATE", "SCALED", "MHAT"),

@@ -7,7 +7,7 @@ trees, is the tree over the tile.
 import triton.language as tl
 
 from gefen_kernels.triton_codec import jit, tree_sum_first, tree_sum_last
-from gefen_kernels.triton_parts import Numbers, Row, average, gradient, numbers_of, row_of
+from gefen_kernels.triton_parts import Numbers, Row, average, gradient, numbers_of, pointer, row_of
 
 STRIP = tl.constexpr(128)
 SPAN = tl.constexpr(256)
@@ -33,6 +33,7 @@ def normaliser(total: tl.tensor, count: tl.tensor) -> tl.tensor:
 def square_tree(
     row: Row,
     n: Numbers,
+    grad: tl.tensor,
     first: tl.tensor,
     count: tl.tensor,
     column: tl.tensor,
@@ -56,20 +57,26 @@ def square_tree(
         local = tl.arange(0, ROWS) * STRIDE + step
         line, there = first + local, local < count
         mask = there[:, None] & live[None, :]
-        g = gradient(row.grad, line[:, None] * row.columns + column[None, :], mask, n.grad_scale, NEGATE, SCALED)
+        g = gradient(grad, line[:, None] * row.columns + column[None, :], mask, n.grad_scale, NEGATE, SCALED)
         if KEEP:
             tl.store(sums + line * row.all_spans, tree_sum_last(g * g), mask=there)
         return g * g
     elif STEPS <= _UNROLLED:
-        lower = square_tree(row, n, first, count, column, live, sums, step, HALF, STRIDE, ROWS, NEGATE, SCALED, KEEP)
+        lower = square_tree(
+            row, n, grad, first, count, column, live, sums, step, HALF, STRIDE, ROWS, NEGATE, SCALED, KEEP
+        )
         step += HALF
-        upper = square_tree(row, n, first, count, column, live, sums, step, HALF, STRIDE, ROWS, NEGATE, SCALED, KEEP)
+        upper = square_tree(
+            row, n, grad, first, count, column, live, sums, step, HALF, STRIDE, ROWS, NEGATE, SCALED, KEEP
+        )
         return lower + upper
     else:
         total = tl.full([ROWS, column.shape[0]], 0.0, tl.float32)
         for half in range(0, 2):
             at = step + half * HALF
-            total += square_tree(row, n, first, count, column, live, sums, at, HALF, STRIDE, ROWS, NEGATE, SCALED, KEEP)
+            total += square_tree(
+                row, n, grad, first, count, column, live, sums, at, HALF, STRIDE, ROWS, NEGATE, SCALED, KEEP
+            )
         return total
 
 
@@ -77,6 +84,7 @@ def square_tree(
 def column_squares(
     row: Row,
     n: Numbers,
+    grad: tl.tensor,
     first: tl.tensor,
     count: tl.tensor,
     column: tl.tensor,
@@ -91,7 +99,7 @@ def column_squares(
     """`[width]`: the tree of squares of each column over `HEIGHT` rows from `first`, of which `count` exist."""
     STEPS: tl.constexpr = HEIGHT // ROWS
     return tree_sum_first(
-        square_tree(row, n, first, count, column, live, sums, 0, STEPS, STEPS, ROWS, NEGATE, SCALED, KEEP)
+        square_tree(row, n, grad, first, count, column, live, sums, 0, STEPS, STEPS, ROWS, NEGATE, SCALED, KEEP)
     )
 
 
@@ -144,6 +152,7 @@ def unravel(index: tl.tensor, inner: tl.tensor, outer: tl.tensor) -> tuple[tl.te
 def sum_kernel(
     table: tl.tensor,
     owner: tl.tensor,
+    grads: tl.tensor,
     scalars: tl.tensor,
     scratch: tl.tensor,
     GRAD: tl.constexpr,
@@ -153,13 +162,13 @@ def sum_kernel(
     SCALED: tl.constexpr,
 ) -> None:
     """First of three launches: the sums of squares of a strip of rows and a span of columns."""
-    row, program = row_of(table, owner, GRAD, PARAM, "u8", ALIGN)
-    n = numbers_of(scalars, row.scalars)
+    row, program = row_of(table, owner, PARAM, "u8", ALIGN)
+    n, grad = numbers_of(scalars, row.index), pointer(tl.load(grads + row.index), GRAD, ALIGN)
     span, strip, matrix = unravel(program, row.all_spans, row.all_strips)
     _, first, count = strip_of(row, strip)
     column, live = span_of(row, span)
     line, rows = matrix * row.rows + first, scratch + row.row_sums + span
-    sums = column_squares(row, n, line, count, column, live, rows, STRIP, 16, NEGATE, SCALED, True)
+    sums = column_squares(row, n, grad, line, count, column, live, rows, STRIP, 16, NEGATE, SCALED, True)
     tl.store(scratch + row.column_sums + (matrix * row.all_strips + strip) * row.columns + column, sums, mask=live)
 
 
@@ -204,8 +213,8 @@ def mean_kernel(
     STRIPS: tl.constexpr,
 ) -> None:
     """Second: the averages of `LINES` rows' means, or of the means of a span of columns."""
-    row, program = row_of(table, owner, "fp32", "fp32", "u8", 1)
-    n = numbers_of(scalars, row.scalars)
+    row, program = row_of(table, owner, "fp32", "u8", 1)
+    n = numbers_of(scalars, row.index)
     others = (row.total + LINES - 1) // LINES * row.across
     if program < others:
         row_means(row, n, scratch, program, LINES, SPANS)

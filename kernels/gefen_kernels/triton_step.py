@@ -52,43 +52,64 @@ def gefen_step(
     Raises:
         ValueError: if a dtype is none of fp32, bf16 and fp16, or a block longer than 65,536.
     """
-    plan = plan_step(leaves)
-    if plan.launches:
-        device = plan.launches[0].table.device
-        scalars, codebook = moved(scalars.contiguous(), device), moved(codebook.contiguous(), device)
-        search = search_of(codebook, ties)
-        run_step(plan, scalars, codebook, search, drive=drive, negate=negate, scaled=scaled)
+    grads, options = [leaf.grad for leaf in leaves], {"drive": drive, "ties": ties, "negate": negate, "scaled": scaled}
+    run_step(plan_step(leaves), grads, scalars, codebook, **options)  # type: ignore[arg-type]  # of mixed kinds
 
 
 def run_step(
     plan: Plan,
+    grads: Sequence[Tensor],
     scalars: Tensor,
     codebook: Tensor,
-    search: Search,
     *,
     drive: str = "m",
+    ties: Ties = "zero",
     negate: bool = False,
     scaled: bool = False,
 ) -> None:
-    """Launch a plan: work for the GPU alone, which may be captured.
+    """Step the leaves of a plan with these gradients, of the planned shapes and dtypes; see `gefen_step`.
 
-    Args:
-        plan: of the leaves; its gradients are read where they were.
-        scalars: fp32 `[leaves, 10]` on the GPU, where only the kernels read them: a captured step uses its new values.
-        codebook: fp32 `[256]` on the GPU.
-        search: `triton_codec.search_of` the codebook.
-        drive: as in `gefen_step`, and so the others.
-        negate: ascend.
-        scaled: multiply each gradient by its `grad_scale`.
+    Nothing waits for the GPU. Where scalars and codebook are on it, a second run may be captured: replayed, it reads
+    their values and those of the gradients anew, as long as the plan is not run again otherwise.
     """
-    for tensor, copy in (*plan.gradients, *plan.params):
-        copy.copy_(tensor)
+    if not plan.launches:
+        return
+    device = plan.addresses.device
+    kept = _pointed(plan, grads)
+    tools = (moved(codebook.contiguous(), device), _searched(plan, codebook, ties, device))
+    numbers = moved(scalars.contiguous(), device)
+    for param, copy in plan.strided:
+        copy.copy_(param)
     options = {"NEGATE": negate, "SCALED": scaled, "MHAT": drive == "m_hat"}
     for step in plan.launches:
-        tools = (codebook, search) if step.quantized else ()
+        read = (plan.addresses,) if step.reads else ()
         scratch = () if step.scratch is None else (step.scratch,)
+        args = (step.table, step.owner, *read, numbers, *(tools if step.quantized else ()), *scratch)
         constants = step.constants | {name: options[name] for name in step.options}
-        args = (step.table, step.owner, scalars, *tools, *scratch)
         launch(step.kernel, step.programs, *args, warps=step.warps, **constants)
-    for tensor, copy in plan.params:
-        tensor.copy_(copy)
+    for param, copy in plan.strided:
+        param.copy_(copy)
+    del kept
+
+
+def _pointed(plan: Plan, grads: Sequence[Tensor]) -> list[Tensor]:
+    """Point the plan at gradients; return those that kernels read, some of them copies, to be kept till then."""
+    read = []
+    for g, aligned in zip(grads, plan.aligned, strict=True):
+        g = g.contiguous()
+        read.append(g.clone() if aligned and g.data_ptr() % 16 else g)
+    addresses = torch.tensor([g.data_ptr() for g in read], dtype=torch.int64)
+    if not torch.equal(addresses, plan.staged):
+        # Not in the old staging memory, which the GPU may still have to read.
+        plan.staged = addresses.pin_memory() if plan.addresses.is_cuda else addresses
+        plan.addresses.copy_(plan.staged, non_blocking=True)
+    return read
+
+
+def _searched(plan: Plan, codebook: Tensor, ties: Ties, device: torch.device) -> Search:
+    """What kernels search a codebook by, made once for each."""
+    version = -1 if codebook.is_inference() else codebook._version
+    book = plan.book
+    if book is None or version < 0 or book[0] is not codebook or book[1:3] != (version, ties):
+        book = plan.book = (codebook, version, ties, search_of(moved(codebook, device), ties))
+    return book[3]

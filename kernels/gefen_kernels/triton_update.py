@@ -3,7 +3,7 @@
 import triton.language as tl
 
 from gefen_kernels.triton_codec import Blocks, jit, place, tree_sum_last
-from gefen_kernels.triton_parts import average, gradient, moment, numbers_of, row_of, step_param
+from gefen_kernels.triton_parts import average, gradient, moment, numbers_of, pointer, row_of, step_param
 from gefen_kernels.triton_stats import SPAN, column_slot, column_squares, normaliser, strip_of, unravel
 
 
@@ -11,6 +11,7 @@ from gefen_kernels.triton_stats import SPAN, column_slot, column_squares, normal
 def dense_kernel(
     table: tl.tensor,
     owner: tl.tensor,
+    grads: tl.tensor,
     scalars: tl.tensor,
     GRAD: tl.constexpr,
     PARAM: tl.constexpr,
@@ -20,11 +21,11 @@ def dense_kernel(
     WIDTH: tl.constexpr,
 ) -> None:
     """Leaves with fp32 moments: a program steps `WIDTH` entries."""
-    row, program = row_of(table, owner, GRAD, PARAM, "fp32", ALIGN)
-    n = numbers_of(scalars, row.scalars)
+    row, program = row_of(table, owner, PARAM, "fp32", ALIGN)
+    n, grad = numbers_of(scalars, row.index), pointer(tl.load(grads + row.index), GRAD, ALIGN)
     offset = program * WIDTH + tl.arange(0, WIDTH)
     mask = offset < row.columns
-    g = gradient(row.grad, offset, mask, n.grad_scale, NEGATE, SCALED)
+    g = gradient(grad, offset, mask, n.grad_scale, NEGATE, SCALED)
     m = tl.load(row.mu + offset, mask=mask, other=0.0) * n.b1 + g * n.one_minus_b1
     tl.store(row.mu + offset, m, mask=mask)
     step_param(row, n, offset, mask, m, tl.sqrt_rn(average(n, row.nu + offset, mask, g * g)))
@@ -34,6 +35,7 @@ def dense_kernel(
 def block_kernel(
     table: tl.tensor,
     owner: tl.tensor,
+    grads: tl.tensor,
     scalars: tl.tensor,
     book: tl.tensor,
     search: tl.tuple,
@@ -49,12 +51,12 @@ def block_kernel(
     WHOLE: tl.constexpr,
 ) -> None:
     """Quantized leaves whose second moment is one per block, or one per entry: a program steps `COUNT` blocks."""
-    row, program = row_of(table, owner, GRAD, PARAM, "u8", ALIGN)
-    n = numbers_of(scalars, row.scalars)
+    row, program = row_of(table, owner, PARAM, "u8", ALIGN)
+    n, grad = numbers_of(scalars, row.index), pointer(tl.load(grads + row.index), GRAD, ALIGN)
     blocks = Blocks(row.total, row.blocks, row.columns, row.block)
     offset, mask, block, length = place(program, blocks, COUNT, WIDTH, WHOLE)
     live = block < row.total
-    g = gradient(row.grad, offset, mask, n.grad_scale, NEGATE, SCALED)
+    g = gradient(grad, offset, mask, n.grad_scale, NEGATE, SCALED)
     if DENSE:
         nu = average(n, row.nu + offset, mask, g * g)
     else:
@@ -68,6 +70,7 @@ def block_kernel(
 def tile_kernel(
     table: tl.tensor,
     owner: tl.tensor,
+    grads: tl.tensor,
     scalars: tl.tensor,
     book: tl.tensor,
     search: tl.tuple,
@@ -86,8 +89,8 @@ def tile_kernel(
 
     The second sweep finds the gradient in the cache: a tile of 128 x 256 is 64 KiB of bf16.
     """
-    row, program = row_of(table, owner, GRAD, PARAM, "u8", ALIGN)
-    n = numbers_of(scalars, row.scalars)
+    row, program = row_of(table, owner, PARAM, "u8", ALIGN)
+    n, grad = numbers_of(scalars, row.index), pointer(tl.load(grads + row.index), GRAD, ALIGN)
     edge, tile, matrix = unravel(program, row.across, row.down)
     left, line = edge * row.width, matrix * row.rows + tile * row.height
     count = tl.where(tile == row.down - 1, row.rows - tile * row.height, row.height)
@@ -96,7 +99,7 @@ def tile_kernel(
     total = tl.full([WIDTH], 0.0, tl.float32)
     for first in range(0, count, HEIGHT):  # the last tile is up to two tall
         total += column_squares(
-            row, n, line + first, count - first, column, live, scalars, HEIGHT, ROWS, NEGATE, SCALED, False
+            row, n, grad, line + first, count - first, column, live, scalars, HEIGHT, ROWS, NEGATE, SCALED, False
         )
     col = average(n, column_slot(row, matrix, tile, column), live, tl.div_rn(total, count.to(tl.float32)))
     down = tl.sqrt_rn(tl.div_rn(col, normaliser(tree_sum_last(col[None, :]), width)))[None, :]
@@ -104,7 +107,7 @@ def tile_kernel(
     for first in range(0, count, ROWS):
         here, at = first + tl.arange(0, ROWS) < count, line + first + tl.arange(0, ROWS)
         offset, mask = at[:, None] * row.columns + column[None, :], here[:, None] & live[None, :]
-        g = gradient(row.grad, offset, mask, n.grad_scale, NEGATE, SCALED)
+        g = gradient(grad, offset, mask, n.grad_scale, NEGATE, SCALED)
         mean = tl.div_rn(tree_sum_last(g * g), width.to(tl.float32))
         across = tl.sqrt_rn(average(n, row.nu + at * row.across + edge, here, mean))[:, None]
         block = tl.reshape(at[:, None] * row.blocks + ((left + piece) // row.block)[None, :], [ROWS * WIDTH // BLOCK])
@@ -117,6 +120,7 @@ def tile_kernel(
 def update_kernel(
     table: tl.tensor,
     owner: tl.tensor,
+    grads: tl.tensor,
     scalars: tl.tensor,
     book: tl.tensor,
     search: tl.tuple,
@@ -133,8 +137,8 @@ def update_kernel(
     STRADDLES: tl.constexpr,
 ) -> None:
     """Third: the step of a strip of rows and one block of columns, which `STRADDLES` tiles or lies in one."""
-    row, program = row_of(table, owner, GRAD, PARAM, "u8", ALIGN)
-    n = numbers_of(scalars, row.scalars)
+    row, program = row_of(table, owner, PARAM, "u8", ALIGN)
+    n, grad = numbers_of(scalars, row.index), pointer(tl.load(grads + row.index), GRAD, ALIGN)
     piece, strip, matrix = unravel(program, row.blocks, row.all_strips)
     tile, start, count = strip_of(row, strip)
     column = piece * row.block + tl.arange(0, WIDTH)
@@ -152,7 +156,7 @@ def update_kernel(
     for first in range(0, count, ROWS):
         here, at = first + tl.arange(0, ROWS) < count, matrix * row.rows + start + first + tl.arange(0, ROWS)
         offset, mask = at[:, None] * row.columns + column[None, :], here[:, None] & live[None, :]
-        g = gradient(row.grad, offset, mask, n.grad_scale, NEGATE, SCALED)
+        g = gradient(grad, offset, mask, n.grad_scale, NEGATE, SCALED)
         means = tl.load(row.nu + at[:, None] * row.across + where[None, :], mask=here[:, None], other=0.0)
         drive = moment(row, n, book, search, g, offset, mask, at * row.blocks + piece, here, WIDTH, MHAT)
         step_param(row, n, offset, mask, drive, tl.sqrt_rn(means) * down)
