@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gefen_kernels.ops import warm_up
 from gefen_nn.demo_data import Text, standard_library_text
 from gefen_nn.demo_report import draw, progress_bars, show
 from gefen_nn.demo_train import LABELS, Run, Settings, load_run, same_bits, torch_threads, write_atomically
@@ -34,13 +35,14 @@ def run_demo(names: Sequence[str], settings: Settings, out: Path, *, as_json: bo
         RuntimeError: If the resuming process fails.
     """
     out.mkdir(parents=True, exist_ok=True)
+    compiling = warm_up(torch.device("cpu"))
     text = standard_library_text()
     runs = {name: Run(name, settings) for name in names}
     resumed = runs.get("gefen", runs[names[-1]])
     checkpoint = out / "half-way.pt"
     with torch_threads(settings.threads):
         _train(list(runs.values()), text, save=(resumed, checkpoint))
-        report = _report(runs, text)
+        report = {**_report(runs, text), "compile_s": compiling}
     report["resume"] = _resume_elsewhere(resumed, checkpoint)
     _publish(report, out, as_json)
     return bool(report["resume"]["equal"])

@@ -62,6 +62,9 @@ def show(report: dict[str, Any]) -> None:
     resume = report["resume"]
     outcome = "equals the uninterrupted run to the bit" if resume["equal"] else "DIFFERS from the uninterrupted run"
     console.print(f"Resumed {resume['label']} from step {resume['step']} in a new process: {outcome}.")
+    console.print(
+        f"Before, the CPU's loops were compiled or loaded in {report['compile_s']:.1f} s (compiled once a machine)."
+    )
 
 
 def _table(report: dict[str, Any]) -> Table:

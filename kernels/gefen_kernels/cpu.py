@@ -71,6 +71,15 @@ def supports(leaf: Leaf) -> bool:
     return known and all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
 
 
+def warm_up() -> None:
+    """Compile the loops, or load what an earlier process compiled: some 10 s once on a machine, then 0.3 s."""
+    x = torch.zeros(2, 2)
+    leaf = Leaf(x, x.clone(), torch.zeros(2, 2), None, (torch.zeros(2, 2),), "dense")
+    gefen_step([leaf], torch.ones(1, cpu_step.SCALARS), torch.linspace(-1.0, 1.0, 256))
+    histogram(x, block=2)
+    sum_of_squares(x)
+
+
 class Plan(NamedTuple):
     """What does not change from step to step while leaves keep their tensors; the caller keeps these alive.
 

@@ -8,6 +8,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import time
 from types import ModuleType
 
 import torch
@@ -20,6 +21,18 @@ def back_end(device: torch.device) -> ModuleType | None:
     if os.environ.get("GEFEN_REFERENCE", "0") not in ("", "0"):
         return None
     return _load(*_BACK_ENDS[device.type]) if device.type in _BACK_ENDS else None
+
+
+def warm_up(device: torch.device) -> float:
+    """Let the back end of a device compile what it compiles once, before anything is timed.
+
+    Returns:
+        The seconds that it took.
+    """
+    start, module = time.perf_counter(), back_end(device)
+    if module is not None:
+        module.warm_up()
+    return time.perf_counter() - start
 
 
 @functools.lru_cache
