@@ -66,7 +66,7 @@ class Plan:
         key: the tensors and dtypes that it rests on.
         owned: the leaves of all parts that have a gradient.
         taken: by index, those that a back end steps.
-        laid: for each part, its taken leaves and the back end's own plan of them.
+        laid: for each part and device, the taken leaves and the back end's own plan of them.
     """
 
     key: list[Any]
@@ -83,8 +83,9 @@ def make_plan(program: Program, grads: Updates, state: OptState, params: Params,
         taken = {}  # the norm is over all leaves, so all go one way
     laid = []
     for part in program.parts:
-        works, decays = [work for work in taken.values() if work.part is part], _decays(part, grads, params)
-        if works:
+        decays, of_part = _decays(part, grads, params), [work for work in taken.values() if work.part is part]
+        for device in dict.fromkeys(work.param.device for work in of_part):
+            works = [work for work in of_part if work.param.device == device]
             own = [work.leaf(leaves[work.index], decays[work.index]) for work in works]
             laid.append((works, module_of(works[0].param).plan_step(own)))
     return Plan(key, owned, taken, laid)

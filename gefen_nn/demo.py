@@ -35,7 +35,7 @@ def run_demo(names: Sequence[str], settings: Settings, out: Path, *, as_json: bo
         RuntimeError: If the resuming process fails.
     """
     out.mkdir(parents=True, exist_ok=True)
-    compiling = warm_up(torch.device("cpu"))
+    compiling = warm_up()
     text = standard_library_text()
     runs = {name: Run(name, settings) for name in names}
     resumed = runs.get("gefen", runs[names[-1]])

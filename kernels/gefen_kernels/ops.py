@@ -23,13 +23,13 @@ def back_end(device: torch.device) -> ModuleType | None:
     return _load(*_BACK_ENDS[device.type]) if device.type in _BACK_ENDS else None
 
 
-def warm_up(device: torch.device) -> float:
-    """Let the back end of a device compile what it compiles once, before anything is timed.
+def warm_up() -> float:
+    """Let the CPU's back end compile, or load what an earlier process compiled, before anything is timed.
 
     Returns:
         The seconds that it took.
     """
-    start, module = time.perf_counter(), back_end(device)
+    start, module = time.perf_counter(), back_end(torch.device("cpu"))
     if module is not None:
         module.warm_up()
     return time.perf_counter() - start
