@@ -1,14 +1,15 @@
 """Group keys and hyperparameters: the one place where torch's names become the transform's."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation
+from gefen_fn.base import GradientTransformation, Recipe
+from gefen_fn.program import Path
 from gefen_fn.tree import StructureError
 
 FORMAT_VERSION = 1
@@ -17,6 +18,7 @@ Keys = Mapping[str, tuple[str, ...]]  # from group key to the hyperparameters it
 _TORCH_NAMES = {"learning_rate": "lr"}
 _NAMES = "lr learning_rate betas beta1 beta2 b1 b2 eps weight_decay momentum dampening nesterov decay amsgrad maximize"
 _HYPERPARAMETERS = frozenset(_NAMES.split())
+_GUARDS = {"MultiSteps": "inner_opt_state", "apply_if_finite": "inner_state"}
 _ROUNDING = 1e-12  # torch's LinearLR from 1/3 to 0 ends at -1.4e-20
 
 
@@ -36,13 +38,44 @@ class ExpressionGroup(dict[str, Any]):
 
 def _no_such_key(key: str, known: Mapping[str, Any]) -> str:
     return (
-        f"A group has `{key}` only if the transform injects it: got one whose groups have {sorted(known)}. Correct the "
-        "name, or wrap the factory, `inject_hyperparams(adamw)(learning_rate=1e-3)`, or pass a schedule."
+        f"A group has `{key}` only if one `inject_hyperparams` of the transform injects it: got groups that have "
+        f"{sorted(known)}. Correct the name, or write `inject_hyperparams(adamw)(learning_rate=1e-3)`, around several "
+        "stages `inject_hyperparams(lambda learning_rate: chain(clip_by_global_norm(1.0), "
+        "gefen(learning_rate)))(1e-3)`, or pass a schedule."
     )
 
 
+class Injection(NamedTuple):
+    """Where a transform reads its hyperparameters.
+
+    Attributes:
+        tx: the `inject_hyperparams`, or the whole transform if it has none, or several.
+        path: from the root of the state to the state of `tx`.
+    """
+
+    tx: GradientTransformation
+    path: Path
+
+
+def find_injection(tx: GradientTransformation) -> Injection:
+    """The one `inject_hyperparams` of a transform, looked for in chains, `MultiSteps` and `apply_if_finite`."""
+    found = list(_injections(tx, ()))
+    return found[0] if len(found) == 1 else Injection(tx, ())
+
+
+def _injections(tx: Any, path: Path) -> Iterator[Injection]:
+    recipe = getattr(tx.update, "recipe", Recipe("unknown"))
+    if getattr(tx.update, "hyperparams", ()):
+        yield Injection(tx, path)
+    elif recipe.name in ("chain", "named_chain"):
+        for key, inner in enumerate(recipe.args) if recipe.name == "chain" else recipe.args:
+            yield from _injections(inner, (*path, key))
+    elif recipe.name in _GUARDS:
+        yield from _injections(recipe.args[0], (*path, _GUARDS[recipe.name]))
+
+
 def group_keys(tx: GradientTransformation) -> Keys:
-    """A key for each hyperparameter that `tx` reads from its state; none without `inject_hyperparams`."""
+    """A key for each hyperparameter that `tx`, an `inject_hyperparams`, reads from its state; none for another."""
     return {_TORCH_NAMES.get(name, name): (name,) for name in getattr(tx.update, "hyperparams", ())}
 
 
@@ -50,7 +83,7 @@ def group_defaults(tx: GradientTransformation, keys: Keys, block: int) -> dict[s
     """What every group starts from: the injected values, `format_version` and `block`.
 
     Args:
-        tx: the transform.
+        tx: the `inject_hyperparams`, if there is one.
         keys: its group keys.
         block: the block length, 0 if there is none for the whole model.
     """

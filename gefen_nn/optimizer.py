@@ -11,6 +11,7 @@ from torch import Tensor
 from gefen_fn.base import GradientTransformation, OptState, add_rounded, check_transform
 from gefen_fn.describe import Report, describe
 from gefen_fn.fuse import fuse
+from gefen_fn.program import at, put
 from gefen_fn.tree import StructureError, check_floating
 from gefen_nn import checkpoint, groups, state_view
 
@@ -31,8 +32,10 @@ class TransformOptimizer(torch.optim.Optimizer):
     whatever the grouping. State exists from construction for every parameter that requires a gradient, and is made when
     one starts to. Names are those given (`model.named_parameters()`), else positions "0", "1", ...
 
-    If `tx` comes from `inject_hyperparams`, its hyperparameters are group keys (`learning_rate` as `lr`), read at each
-    step. Otherwise groups carry none, and a scheduler's access raises and names the fix.
+    If `tx` is an `inject_hyperparams`, or holds exactly one inside of `chain`, `named_chain`, `MultiSteps` or
+    `apply_if_finite`, its hyperparameters are group keys (`learning_rate` as `lr`), read at each step. Otherwise groups
+    carry none, and a scheduler's access raises and names the fix: to inject around the whole, as in
+    `inject_hyperparams(lambda learning_rate: chain(clip_by_global_norm(1.0), gefen(learning_rate)))(1e-3)`.
 
     Args:
         params: parameters, `(name, parameter)` pairs or groups, as torch takes them.
@@ -56,17 +59,21 @@ class TransformOptimizer(torch.optim.Optimizer):
         check_transform(tx)
         self._tx = tx
         self._fused = None if fused is False else fuse(tx)
-        self._keys = self.keys or groups.group_keys(tx)
-        self._rebuild = getattr(tx.update, "rebuild", dict)
+        injection = groups.find_injection(tx)
+        self._path = injection.path
+        self._keys = self.keys or groups.group_keys(injection.tx)
+        self._rebuild = getattr(injection.tx.update, "rebuild", dict)
         self._checked: list[dict[str, Any]] = []
         self._ready = False
-        super().__init__(params, {**groups.group_defaults(tx, self._keys, self.block), **self._start})
+        super().__init__(params, {**groups.group_defaults(injection.tx, self._keys, self.block), **self._start})
         self._sync()
         self._ready = True
 
     def __repr__(self) -> str:
-        """Torch's form, with the expression."""
-        return f"{super().__repr__()}\n{self._tx!r}"
+        """Torch's form without the keys that never change, with the expression."""
+        lines = super().__repr__().splitlines()
+        shown = [line for line in lines if line.split(":")[0].strip() not in groups.FIXED_KEYS]
+        return "\n".join([*shown, repr(self._tx)])
 
     # Torch assigns `state` once while constructing; afterwards it is a view of the tree.
     @property
@@ -167,14 +174,22 @@ class TransformOptimizer(torch.optim.Optimizer):
         if not self._keys:
             return state
         shown = {name for names in self._keys.values() for name in names}
-        return state._replace(hyperparams={k: v for k, v in state.hyperparams.items() if k not in shown})
+        kept = {k: v for k, v in self._hyperparams(state).items() if k not in shown}
+        return self._replace_hyperparams(state, kept)
 
     def _with_hyperparams(self, state: OptState) -> OptState:
         if not self._keys:
             return state
         members = [[name for name in member if name in self._kept.seen] for member in self._members()]
         values = groups.group_hyperparams(self.param_groups, members, self._keys)
-        return state._replace(hyperparams={**state.hyperparams, **values})
+        return self._replace_hyperparams(state, {**self._hyperparams(state), **values})
+
+    def _hyperparams(self, state: OptState) -> dict[str, Any]:
+        values: dict[str, Any] = at(state, self._path).hyperparams
+        return values
+
+    def _replace_hyperparams(self, state: OptState, values: dict[str, Any]) -> OptState:
+        return put(state, self._path, at(state, self._path)._replace(hyperparams=values))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -259,7 +274,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         for group, given in zip(self.param_groups, values, strict=True):
             checkpoint.fill_group(group, given)
         if self._keys:
-            state = state._replace(hyperparams={**own.hyperparams, **state.hyperparams})
+            state = self._replace_hyperparams(state, {**self._hyperparams(own), **self._hyperparams(state)})
         self._kept.seen = seen
         self._kept.state = self._with_hyperparams(state)
         return report

@@ -116,6 +116,10 @@ def adapter(net, lr):
     return TransformOptimizer(net.named_parameters(), inject_hyperparams(adamw)(lr))
 
 
+def clipped(net, lr):
+    return TransformOptimizer(net.named_parameters(), chain(clip_by_global_norm(1.0), inject_hyperparams(adamw)(lr)))
+
+
 def two_groups(net, lr):
     pairs = list(net.named_parameters())
     return Gefen([{"params": pairs[:1], "lr": lr * 2}, {"params": pairs[1:]}], lr, codebook="fixed")
@@ -155,6 +159,7 @@ RUNS = [
     *((one_group, schedule, lr) for schedule in (exponential, cosine, one_cycle, plateau) for lr in (number, tensor)),
     (adapter, exponential, number),
     (adapter, one_cycle, tensor),
+    (clipped, exponential, number),
     (two_groups, cosine, number),
     (two_groups, plateau, number),
 ]

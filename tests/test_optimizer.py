@@ -7,7 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gefen_fn.alias import sgd
+from gefen_fn.accumulate import MultiSteps, apply_if_finite
+from gefen_fn.alias import adamw, gefen, sgd
+from gefen_fn.clip import clip_by_global_norm
+from gefen_fn.combine import chain, named_chain
+from gefen_fn.inject import inject_hyperparams
 from gefen_fn.tree import StructureError
 from gefen_nn.optimizer import TransformOptimizer
 from tests.small_net import backward, bits, flat, injected, model, same, train
@@ -67,6 +71,58 @@ def test_without_injected_names_a_scheduler_raises_and_names_the_fix() -> None:
         optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(ValueError, match="inject_hyperparams"):
         TransformOptimizer([{"params": list(model().parameters()), "lr": 1.0}], sgd(0.1))
+
+
+def test_two_injections_give_no_group_keys() -> None:
+    tx = chain(inject_hyperparams(clip_by_global_norm)(1.0), inject_hyperparams(sgd)(0.1))
+    with pytest.raises(KeyError, match="one `inject_hyperparams`"):
+        torch.optim.lr_scheduler.ExponentialLR(TransformOptimizer(model().parameters(), tx), 0.9)
+
+
+WRAPPED = {
+    "chain": lambda tx: chain(clip_by_global_norm(1.0), tx),
+    "named_chain": lambda tx: named_chain(("clip", clip_by_global_norm(1.0)), ("rest", chain(tx))),
+    "MultiSteps": lambda tx: MultiSteps(chain(clip_by_global_norm(1.0), tx), 2),
+    "apply_if_finite": lambda tx: apply_if_finite(tx, 3),
+}
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["fused", "pure"])
+@pytest.mark.parametrize("factory", [gefen, adamw])
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_an_injection_inside_of_an_expression_gives_group_keys_as_the_outermost_does(wrap, factory, fused) -> None:
+    inside = wrap(inject_hyperparams(factory)(0.1))
+    outermost = inject_hyperparams(lambda learning_rate: wrap(factory(learning_rate)))(0.1)
+
+    def build(tx) -> tuple[nn.Module, TransformOptimizer, torch.optim.lr_scheduler.LRScheduler]:
+        torch.manual_seed(0)
+        net = nn.Linear(72, 64)
+        groups = [{"params": [("w", net.weight)], "lr": 0.3}, {"params": [("b", net.bias)]}]
+        optimizer = TransformOptimizer(groups, tx, fused=fused)
+        return net, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def go(net, optimizer, scheduler, seeds) -> None:
+        for seed in seeds:
+            for p in net.parameters():
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+            optimizer.step()
+            scheduler.step()
+
+    first, second, other = build(inside), build(inside), build(outermost)
+    go(*first, range(2))
+    for source, target in zip(first, second, strict=True):
+        target.load_state_dict(copy.deepcopy(source.state_dict()))
+    go(*second, range(2, 4))
+    go(*other, range(4))
+    assert same(bits(second[0]), bits(other[0]))
+    assert [group["lr"] for group in second[1].param_groups] == [0.3 * 0.5**4, 0.1 * 0.5**4]
+    assert not any("learning_rate" in key for leaves in second[1].state.values() for key in leaves)
+
+
+def test_its_text_is_torchs_without_the_keys_that_never_change() -> None:
+    text = repr(TransformOptimizer(model().parameters(), injected()))
+    assert "lr: 0.1" in text and "inject_hyperparams(adamw)" in text
+    assert "format_version" not in text and "block" not in text
 
 
 def test_the_closure_runs_first_with_gradients_and_its_loss_comes_back() -> None:
