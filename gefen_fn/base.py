@@ -147,7 +147,7 @@ def set_to_zero() -> GradientTransformation:
 
 def add_rounded(p: Tensor, u: Tensor) -> Tensor:
     """`p + u` in fp32 (float64 for float64 `p`), rounded once to the dtype of `p`."""
-    wide = torch.float64 if p.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(p.dtype)
     return (p.to(wide) + u.to(wide)).to(p.dtype)
 
 
@@ -168,6 +168,16 @@ def apply_updates(params: Params, updates: Updates) -> Params:
         return p if u is None else add_rounded(p, u)
 
     return tree_map(add, updates, params, skip_none=False)
+
+
+def write_updates(params: Params, updates: Updates) -> None:
+    """`apply_updates` in place; call it without autograd."""
+
+    def write(u: Tensor | None, p: Tensor | None) -> None:
+        if u is not None and p is not None:
+            p.copy_(add_rounded(p, u))
+
+    tree_map(write, updates, params, skip_none=False)
 
 
 def incremental_update(new_tensors: Params, old_tensors: Params, step_size: Scalar) -> Params:

@@ -1,5 +1,6 @@
 """Limits on the size of updates; all keep the dtype they get."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,22 +10,27 @@ from gefen_fn.base import GradientTransformation, Params, ScalarOrSchedule, Upda
 from gefen_fn.blocks import start_axis
 from gefen_fn.scalar import Scalar, check_positive, exact, multiply, rounded, wide_dtype
 from gefen_fn.scale import by_leaf, by_scalar, map_scalar, need_params
-from gefen_fn.tree import Tree, check_floating, check_leaves, tree_leaves
+from gefen_fn.tree import Tree, check_floating, tree_leaves
 from gefen_kernels import reference
 
 
-def global_norm(updates: Updates) -> Tensor:
+def global_norm(updates: Updates, sum_of_squares: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
     """L2 norm over all leaves, as one fp32 scalar; `None` leaves count nothing.
 
     Squares are added block by block in fp32 by a fixed tree, then in float64, and the root is rounded once.
 
-    Raises:
-        StructureError: if a leaf is not a dense floating-point tensor.
+    Args:
+        updates: any tree.
+        sum_of_squares: `(leaf, first column axis) -> 0-dim float64`, a back end's; the reference's if None.
     """
-    check_leaves(updates)
-    squares = [_sum_of_squares(u) for u in tree_leaves(updates) if u is not None]
-    total = sum(s.to(squares[0].device) for s in squares)
-    return total.sqrt().float() if isinstance(total, Tensor) else torch.zeros(())
+    add = sum_of_squares or (lambda x, start: reference.sum_of_squares(x, start=start))
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
+    for u in tree_leaves(updates):
+        if u is not None:
+            check_floating(u)
+            square = add(u, min(start_axis(u.shape), u.ndim))
+            total = square + total.to(square.device)
+    return total.sqrt().float()
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ def _merge(updates: Tree, picks: list[int], *sources: Tree) -> Tree:
     return tree_unflatten(tree_structure(updates), [columns[pick][i] for i, pick in enumerate(picks)])
 
 
-def _bools(mask: list[Any]) -> list[bool]:
+def bools(mask: list[Any]) -> list[bool]:
     bad = [m for m in mask if not isinstance(m, bool)]
     if bad:
         raise TypeError(f"Masks must hold bools: got {type(bad[0]).__name__}. True keeps a leaf, False hides it.")
@@ -149,13 +149,13 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     check_transform(inner)
 
     def init(params: Params) -> MaskedState:
-        return MaskedState(_hidden(inner.init(_select(params, params, _bools(choices_of(mask, params, params))))))
+        return MaskedState(_hidden(inner.init(_select(params, params, bools(choices_of(mask, params, params))))))
 
     def update(
         updates: Updates, state: MaskedState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, MaskedState]:
         check_state(state, MaskedState)
-        keep = _bools(choices_of(mask, updates, params))
+        keep = bools(choices_of(mask, updates, params))
         shown = _select(updates, updates, keep)
         new, inner_state = inner.update(shown, state.inner_state, _select(updates, params, keep), **extra)
         return _merge(updates, [int(k) for k in keep], updates, new), MaskedState(inner_state)

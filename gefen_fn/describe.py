@@ -9,6 +9,7 @@ from torch import Tensor
 from gefen_fn.base import GradientTransformation, Params, Recipe
 from gefen_fn.blocks import FlatBlocks, dense_reason, leaf_layout
 from gefen_fn.fuse import fuse
+from gefen_fn.program import opened
 from gefen_fn.second_moment import Block, Factored, policy_for
 from gefen_fn.state_io import flatten_state, state_bytes
 from gefen_fn.tree import tree_leaves, tree_map, tree_paths
@@ -137,7 +138,8 @@ def _gefen_rules(tx: Any) -> Iterator[Mapping[str, Any]]:
 def _inner(recipe: Recipe) -> list[Any]:
     """The transforms that a recipe puts together; labels in the order in which dictionaries of state are walked."""
     if recipe.marked is not None:
-        return [recipe.marked()]
+        inner = opened(recipe)
+        return [] if inner is None else [inner]
     if recipe.name == "named_chain":
         return [tx for _, tx in sorted(recipe.args)]
     if recipe.name == "partition":

@@ -1,7 +1,7 @@
 """A step in place: what a recognised expression does with gradients, state and parameters.
 
-Fused equals unfused: the back end goes through the operations of the pure path in their order, and the pure path itself
-advances counters and schedules, and steps the leaves that no back end takes.
+Fused equals unfused: the back end goes through the operations of the pure path in their order. The pure path steps the
+leaves that no back end takes, and where a codebook is learned late.
 """
 
 import operator
@@ -12,15 +12,13 @@ import torch
 from torch import Tensor
 
 from gefen_fn.accumulate import MultiSteps, apply_if_finite
-from gefen_fn.base import GradientTransformation, OptState, Params, Updates, add_rounded
-from gefen_fn.blocks import start_axis
+from gefen_fn.base import GradientTransformation, OptState, Params, Updates, write_updates
 from gefen_fn.calibrate import learn_from
-from gefen_fn.clip import clip_factor
+from gefen_fn.clip import clip_factor, global_norm
 from gefen_fn.gefen import ScaleByGefenState
-from gefen_fn.plan import Plan, Work, make_plan, module_of
-from gefen_fn.program import Program, Stage, at, put, recognise
-from gefen_fn.quantize import requantize, tie_rule
-from gefen_fn.scalar import multiply
+from gefen_fn.plan import Launch, StepPlan, Work, kernels_of, make_plan
+from gefen_fn.program import Part, Program, Stage, at, put, recognise
+from gefen_fn.scalar import check_state, multiply
 from gefen_fn.scale import need_params
 from gefen_fn.step_values import advanced, scalars_of, value_of
 from gefen_fn.tree import check_floating, tree_leaves, tree_map, tree_parts, tree_structure, tree_unflatten
@@ -43,7 +41,7 @@ class Step:
 
     def __init__(self, tx: GradientTransformation, program: Program) -> None:
         self._tx, self.program = tx, program
-        self._plan: Plan | None = None
+        self._plan: StepPlan | None = None
 
     def __str__(self) -> str:
         """The stages that are fused."""
@@ -70,29 +68,37 @@ class Step:
             if g is not None:
                 check_floating(g, p)
         plan = self._planned(grads, state, params)
-        factor = _clip_factor(program.clip, leaves, state) if plan.taken else None
-        if plan.taken:
-            state = _learned(program, plan.owned, leaves, state, factor)
-        runs = [_prepared(program, *laid, leaves, grads, state, factor) for laid in plan.laid]
-        left = [None if i in plan.taken else g for i, g in enumerate(leaves)]
+        if not plan.launches or _must_move_codes(program, plan, state):
+            return self._pure(grads, state, params, **extra)
+        factor = _clip_factor(program.clip, leaves, state)
+        state = _learned(program, plan, leaves, state, factor)
+        runs = [_prepared(program, launch, leaves, grads, state, factor) for launch in plan.launches]
+        left = [None if i in plan.fused else g for i, g in enumerate(leaves)]
         if program.whole and all(g is None for g in left):
             state = advanced(program, state)
         else:
-            updates, state = self._tx.update(tree_unflatten(tree_structure(grads), left), state, params, **extra)
-            _write(updates, params)
+            state = self._pure(tree_unflatten(tree_structure(grads), left), state, params, **extra)
         for run in runs:
             run()
         return state
 
-    def _planned(self, grads: Updates, state: OptState, params: Params) -> Plan:
-        """The plan of the last step, if all that it rests on is the same."""
+    def _pure(self, grads: Updates, state: OptState, params: Params, **extra: Any) -> OptState:
+        updates, state = self._tx.update(grads, state, params, **extra)
+        write_updates(params, updates)
+        return state
+
+    def _planned(self, grads: Updates, state: OptState, params: Params) -> StepPlan:
+        """The plan of the last step, if all that it rests on is the same and where it was."""
         stages = [at(state, part.core.path) for part in self.program.parts]
+        for stage in stages:
+            check_state(stage, ScaleByGefenState)
         kept = [tree_leaves((stage.count, stage.mu, stage.nu)) for stage in stages]
+        key = [*tree_parts(grads, params), *(x for leaves in kept for x in leaves)]
         dtypes = [None if g is None else g.dtype for g in tree_leaves(grads)]
-        key = [*dtypes, *tree_parts(grads, params), *(x for leaves in kept for x in leaves)]
+        facts = [*dtypes, *(None if x is None else (x.data_ptr(), x.stride(), x.dtype) for x in key)]
         old = self._plan
-        if old is None or len(old.key) != len(key) or not all(map(operator.is_, old.key, key)):
-            old = self._plan = make_plan(self.program, grads, state, params, key)
+        if old is None or old.facts != facts or not all(map(operator.is_, old.key, key)):
+            old = self._plan = make_plan(self.program, grads, state, params, key, facts)
         return old
 
 
@@ -147,65 +153,57 @@ def _clip_factor(clip: Stage | None, leaves: Sequence[Tensor | None], state: Opt
     """What all gradients are multiplied by, 0-dim float64; None without a clip."""
     if clip is None:
         return None
-    squares = [module_of(g).sum_of_squares(g, start=min(start_axis(g.shape), g.ndim)) for g in leaves if g is not None]
-    norm = sum(squares, torch.zeros((), dtype=torch.float64)).sqrt().float()
+    norm = global_norm(leaves, lambda g, start: kernels_of(g).sum_of_squares(g, start=start))
     return clip_factor(norm, value_of(clip, clip.recipe.args[0], state))
 
 
+def _unlearned(program: Program, state: OptState) -> list[Part]:
+    """The parts whose codebooks are to be learned and were not."""
+    rules = [(part, part.core.recipe.kwargs["codebook"]) for part in program.parts]
+    learning = [part for part, rule in rules if isinstance(rule, str) and rule == "learned"]
+    return [part for part in learning if not bool(at(state, part.core.path).learned)]
+
+
+def _must_move_codes(program: Program, plan: StepPlan, state: OptState) -> bool:
+    """Whether a codebook is about to be learned under codes that are not zero's: the pure path moves them."""
+    parts = _unlearned(program, state)
+    return any(bool(work.count) for work in plan.works if work.part in parts)
+
+
 def _learned(
-    program: Program, owned: Sequence[Work], leaves: Sequence[Any], state: OptState, factor: Tensor | None
+    program: Program, plan: StepPlan, leaves: Sequence[Any], state: OptState, factor: Tensor | None
 ) -> OptState:
     """The state with its codebooks learned, where they are to be and were not."""
-    for part in program.parts:
+    for part in _unlearned(program, state):
         stage: ScaleByGefenState = at(state, part.core.path)
-        rule = part.core.recipe.kwargs["codebook"]
-        if isinstance(rule, Tensor) or rule != "learned" or bool(stage.learned):
-            continue
-        quantized = [work for work in owned if work.part is part and not work.layout.dense]
-        counts = torch.zeros(4096, dtype=torch.int64)
-        for work in quantized:
-            counts += _histogram(work, leaves[work.index], factor)
+        counts = torch.zeros(4096, dtype=torch.int64, device="cpu")
+        for work in plan.works:
+            if work.part is part and not work.layout.dense:
+                counts += _histogram(work, leaves[work.index], factor)
         book, learned = learn_from(counts, stage.codebook, stage.learned)
-        for work in quantized if book is not stage.codebook else ():
-            if bool(work.count):  # before the first step all codes are zero's
-                work.mu.codes.copy_(requantize(work.mu, stage.codebook, book).codes)
         state = put(state, part.core.path, stage._replace(codebook=book, learned=learned))
     return state
 
 
 def _histogram(work: Work, grad: Tensor, factor: Tensor | None) -> Tensor:
     g = grad if factor is None else multiply(factor, grad)
-    counts: Tensor = module_of(g).histogram(g, block=work.layout.block, start=work.layout.start)
+    counts: Tensor = kernels_of(g).histogram(g, block=work.layout.block, start=work.layout.start)
     return counts.cpu()
 
 
 def _prepared(
-    program: Program,
-    works: list[Work],
-    laid: Any,
-    leaves: Sequence[Any],
-    grads: Updates,
-    state: OptState,
-    factor: Tensor | None,
+    program: Program, launch: Launch, leaves: Sequence[Any], grads: Updates, state: OptState, factor: Tensor | None
 ) -> Callable[[], None]:
     """All that can be refused is done here; the result does the step."""
-    part = works[0].part
-    book = at(state, part.core.path).codebook
+    works, part = launch.works, launch.works[0].part
     scalars = scalars_of(part, works, grads, state, factor)
-    own, module = [leaves[work.index] for work in works], module_of(works[0].param)
-    drive, ties = part.core.recipe.kwargs["drive"], tie_rule(book)
+    book = at(state, part.core.path).codebook.to(works[0].param.device)
+    drive, own = part.core.recipe.kwargs["drive"], [leaves[work.index] for work in works]
+    options = {"drive": drive, "ties": launch.ties, "negate": program.negate, "scaled": factor is not None}
 
     def run() -> None:
-        scaled = factor is not None
-        module.run_step(laid, own, scalars, book, drive=drive, ties=ties, negate=program.negate, scaled=scaled)
+        launch.module.run_step(launch.plan, own, scalars, book, **options)
         torch._foreach_add_([work.count for work in works], 1)
         torch.autograd.graph.increment_version([work.param for work in works])
 
     return run
-
-
-def _write(updates: Updates, params: Params) -> None:
-    """Apply the updates of the pure path in place."""
-    for u, p in zip(tree_leaves(updates), tree_parts(updates, params), strict=True):
-        if u is not None and p is not None:
-            p.copy_(add_rounded(p, u))

@@ -22,6 +22,7 @@ from gefen_fn.scalar import (
     exact,
     moving_average,
     new_count,
+    root_correction,
     rounded,
 )
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT, SecondMoment, check_policy, policy_for
@@ -202,7 +203,7 @@ def _update_leaf(
         root, nu = policy.update(g, nu, warm_decay(b2, t, warmup), layout)
     else:
         root, nu = policy.update(g, nu, b2, layout)
-        root = root / reference.root(bias_correction(b2, t))
+        root = root / root_correction(b2, t)
     return d / bias_correction(b1, t) / (root + rounded(eps)), t, mu, nu
 
 
@@ -282,9 +283,13 @@ def _check_arguments(b1: Any, b2: Any, eps: Any, b2_warmup: Any, block: Blocks) 
 
 
 def check_moment(g: Tensor, mu: Any, layout: LeafLayout) -> None:
+    """Raise `StructureError` unless `mu` is the first moment of a leaf of `g`'s shape with this layout."""
     stored = mu.codes if isinstance(mu, Quantized) else mu
     shape = getattr(stored, "shape", None)
-    if isinstance(mu, Quantized) == layout.dense or shape != g.shape:
+    fits = isinstance(mu, Quantized) != layout.dense and shape == g.shape
+    if fits and isinstance(mu, Quantized):
+        fits = tuple(mu.absmax.shape) == reference.scale_shape(layout.shape, layout.block, layout.start)
+    if not fits:
         kind = "a dense" if layout.dense else "a quantized"
         raise StructureError(
             f"State must fit its gradient: got {type(mu).__name__} {shape} for {kind} leaf {tuple(g.shape)}. "

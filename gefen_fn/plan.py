@@ -1,18 +1,18 @@
 """Which leaves a back end steps, and what it keeps of them from step to step."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from gefen_fn.base import OptState, Params, Updates
 from gefen_fn.blocks import LeafLayout, layouts
-from gefen_fn.combine import choices_of
+from gefen_fn.combine import bools, choices_of
 from gefen_fn.gefen import ScaleByGefenState, check_moment
 from gefen_fn.program import Part, Program, at
-from gefen_fn.quantize import Quantized
+from gefen_fn.quantize import Quantized, tie_rule
 from gefen_fn.second_moment import Block, Factored, SecondMoment, policy_for
-from gefen_fn.tree import tree_leaves, tree_parts
+from gefen_fn.tree import tree_leaves, tree_parts, tree_structure, tree_unflatten
 from gefen_kernels import ops, reference
 from gefen_kernels.step import Leaf
 
@@ -58,40 +58,67 @@ class Work:
         )
 
 
+class Launch(NamedTuple):
+    """Leaves of one part on one device, which a back end steps in one call.
+
+    Attributes:
+        works: the leaves.
+        module: the back end.
+        plan: its own plan of them.
+        ties: of the codebook, see `reference.nearest`.
+    """
+
+    works: list[Work]
+    module: Any
+    plan: Any
+    ties: reference.Ties
+
+
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """What stays from step to step while leaves keep their tensors.
 
     Attributes:
-        key: the tensors and dtypes that it rests on.
-        owned: the leaves of all parts that have a gradient.
-        taken: by index, those that a back end steps.
-        laid: for each part and device, the taken leaves and the back end's own plan of them.
+        key: the tensors that it rests on.
+        facts: where they lie in memory, and how; compared with the key at each step.
+        works: the leaves of all parts that have a gradient.
+        launches: how a back end steps some of them.
+        fused: the places of those in the tree.
     """
 
     key: list[Any]
-    owned: list[Work]
-    taken: dict[int, Work]
-    laid: list[tuple[list[Work], Any]]
+    facts: list[Any]
+    works: list[Work]
+    launches: list[Launch]
+    fused: frozenset[int]
 
 
-def make_plan(program: Program, grads: Updates, state: OptState, params: Params, key: list[Any]) -> Plan:
+def make_plan(
+    program: Program, grads: Updates, state: OptState, params: Params, key: list[Any], facts: list[Any]
+) -> StepPlan:
+    """Find the leaves of a program's parts, and lay out those that a back end takes.
+
+    Raises:
+        StructureError: if the state does not fit the leaves.
+    """
     leaves = tree_leaves(grads)
-    owned = _owned(program, grads, state, params)
-    taken = {work.index: work for work in owned if _takes(work, leaves[work.index])}
+    works = _works(program, grads, state, params)
+    taken = [work for work in works if _takes(work, leaves[work.index])]
     if program.clip is not None and len(taken) < sum(g is not None for g in leaves):
-        taken = {}  # the norm is over all leaves, so all go one way
-    laid = []
+        taken = []  # the norm is over all leaves, so all go one way
+    launches = []
     for part in program.parts:
-        decays, of_part = _decays(part, grads, params), [work for work in taken.values() if work.part is part]
-        for device in dict.fromkeys(work.param.device for work in of_part):
-            works = [work for work in of_part if work.param.device == device]
-            own = [work.leaf(leaves[work.index], decays[work.index]) for work in works]
-            laid.append((works, module_of(works[0].param).plan_step(own)))
-    return Plan(key, owned, taken, laid)
+        own = [work for work in taken if work.part is part]
+        decays = _decays(part, [work.index for work in works if work.part is part], grads, params)
+        for device in dict.fromkeys(work.param.device for work in own):
+            there = [work for work in own if work.param.device == device]
+            module: Any = ops.back_end(device)
+            plan = module.plan_step([work.leaf(leaves[work.index], decays[work.index]) for work in there])
+            launches.append(Launch(there, module, plan, _ties(part)))
+    return StepPlan(key, facts, works, launches, frozenset(work.index for work in taken))
 
 
-def _owned(program: Program, grads: Updates, state: OptState, params: Params) -> list[Work]:
+def _works(program: Program, grads: Updates, state: OptState, params: Params) -> list[Work]:
     """The leaves of all parts that have a gradient."""
     own = tree_parts(grads, params)
     labels = [None] * len(own) if program.labels is None else choices_of(program.labels, grads, params)
@@ -102,8 +129,10 @@ def _owned(program: Program, grads: Updates, state: OptState, params: Params) ->
         rows = zip(tree_leaves(grads), own, labels, *(tree_parts(grads, tree) for tree in trees), strict=True)
         for i, (g, p, label, count, mu, nu, layout) in enumerate(rows):
             if g is not None and label == part.label:
+                work = Work(i, part, p, count, mu, nu, layout)
                 check_moment(g, mu, layout)
-                out.append(Work(i, part, p, count, mu, nu, layout))
+                work.policy.check(nu, layout)
+                out.append(work)
     return out
 
 
@@ -115,12 +144,23 @@ def _takes(work: Work, grad: Tensor) -> bool:
     return module is not None and bool(module.supports(work.leaf(grad, decays=True)))
 
 
-def _decays(part: Part, grads: Updates, params: Params) -> list[bool]:
+def _decays(part: Part, shown: list[int], grads: Updates, params: Params) -> list[bool]:
+    """Whether each leaf decays; the mask is asked about the leaves of its part, as the pure path asks it."""
+    leaves = tree_leaves(grads)
     if part.decay is None or part.mask is None:
-        return [part.decay is not None] * len(tree_leaves(grads))
-    return choices_of(part.mask, grads, params)
+        return [part.decay is not None] * len(leaves)
+    own, seen = tree_parts(grads, params), set(shown)
+    if part.label is not None:
+        leaves, own = ([x if i in seen else None for i, x in enumerate(xs)] for xs in (leaves, own))
+    spec = tree_structure(grads)
+    return bools(choices_of(part.mask, tree_unflatten(spec, leaves), tree_unflatten(spec, own)))
 
 
-def module_of(x: Tensor) -> Any:
+def _ties(part: Part) -> reference.Ties:
+    book = part.core.recipe.kwargs["codebook"]
+    return tie_rule(book) if isinstance(book, Tensor) else "zero"
+
+
+def kernels_of(x: Tensor) -> Any:
     """The back end of a tensor's device, or the reference."""
     return ops.back_end(x.device) or reference

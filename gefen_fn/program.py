@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from gefen_fn.base import GradientTransformation, OptState, Recipe
 from gefen_fn.second_moment import Block, Dense, Factored
+from gefen_fn.tree import StructureError
 
 Path = tuple[Any, ...]
 _RATES = {"scale_by_learning_rate": -1.0, "scale": 1.0, "scale_by_schedule": 1.0}
@@ -93,9 +94,18 @@ class Program(NamedTuple):
 
 
 def at(state: OptState, path: Path) -> Any:
-    """What lies at a path in a state."""
-    for key in path:
-        state = getattr(state, key) if hasattr(state, "_fields") else state[key]
+    """What lies at a path in a state.
+
+    Raises:
+        StructureError: if the state is another transform's.
+    """
+    try:
+        for key in path:
+            state = getattr(state, key) if hasattr(state, "_fields") else state[key]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise StructureError(
+            f"State must be of this transform: got nothing at {path} ({error}). Use the state that its `init` made."
+        ) from error
     return state
 
 
@@ -135,17 +145,20 @@ def _stages(tx: Any, path: Path, owner: Stage | None) -> Iterator[Stage]:
     elif recipe.name == "named_chain":
         for name, inner in recipe.args:
             yield from _stages(inner, (*path, name), owner)
-    elif recipe.marked is not None and (inner := _marked(recipe)) is not None:
+    elif recipe.marked is not None and (inner := opened(recipe)) is not None:
         yield from _stages(inner, (*path, "inner_state"), Stage(recipe, path, owner))
     elif recipe.name != "identity":
         yield Stage(recipe, path, owner)
 
 
-def _marked(recipe: Recipe) -> GradientTransformation | None:
-    """The inner transform with marked arguments; None if the factory computes with them, which a mark cannot do."""
+def opened(recipe: Recipe) -> GradientTransformation | None:
+    """The transform inside an injection, with marked arguments.
+
+    None if its factory does more with a number than pass it on: a mark is none, and what then fails is the factory's.
+    """
     try:
         return recipe.marked() if recipe.marked is not None else None
-    except TypeError:
+    except Exception:
         return None
 
 

@@ -56,6 +56,12 @@ def bias_correction(decay: Scalar, count: Tensor) -> Tensor:
     return (1.0 - power).to(torch.float32)
 
 
+def root_correction(decay: Scalar, count: Tensor) -> Tensor:
+    """`sqrt(1 - decay**count)` as a 0-dim fp32 tensor, computed in float64."""
+    power: Tensor = exact(decay) ** count.to(torch.float64)
+    return (1.0 - power).sqrt().to(torch.float32)
+
+
 def per_leaf(value: Any, tree: Tree) -> Tree:
     """`value` at every leaf of `tree`, a number as one 0-dim float64 tensor.
 

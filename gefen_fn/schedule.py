@@ -21,7 +21,7 @@ def _on_counts(name: str, f: Callable[[Tensor], Tensor]) -> Schedule:
     def schedule(count: Any) -> Any:
         if isinstance(count, Tensor):
             return f(count.to(torch.float64))
-        return float(f(torch.tensor(count, dtype=torch.float64)))
+        return float(f(torch.tensor(count, dtype=torch.float64, device="cpu")))
 
     schedule.__name__ = name
     return schedule

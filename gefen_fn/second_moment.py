@@ -21,7 +21,7 @@ _SHORTEST_SIDE = 32
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def _check_state(nu: Any, *shapes: Sequence[int]) -> None:
+def _check_shapes(nu: Any, *shapes: Sequence[int]) -> None:
     """Refuse the state of another policy, tile or block."""
     got = [getattr(x, "shape", None) for x in (nu if isinstance(nu, FactoredState) else (nu,))]
     if got != list(shapes):
@@ -39,6 +39,9 @@ class SecondMoment(Protocol):
     def init(self, leaf: Tensor, layout: LeafLayout) -> Any:
         """Return the zero state of a leaf; every shape in it is final."""
 
+    def check(self, nu: Any, layout: LeafLayout) -> None:
+        """Raise `StructureError` unless `nu` is a state of this policy for a leaf of this layout."""
+
     def update(self, g: Tensor, nu: Any, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, Any]:
         """Return `sqrt(nu_hat)` in the shape of the fp32 gradient `g`, and the new state."""
 
@@ -53,9 +56,13 @@ class Dense:
         """Zeros like the leaf."""
         return torch.zeros_like(leaf, dtype=torch.float32, memory_format=torch.contiguous_format)
 
+    def check(self, nu: Any, layout: LeafLayout) -> None:
+        """One entry per entry of the leaf."""
+        _check_shapes(nu, layout.shape)
+
     def update(self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, Tensor]:
         """EMA of `g^2` and its root."""
-        _check_state(nu, g.shape)
+        self.check(nu, layout)
         nu = moving_average(b2, nu, g * g)
         return reference.root(nu), nu
 
@@ -70,9 +77,13 @@ class Block:
         """Zeros, one per block."""
         return leaf.new_zeros(reference.scale_shape(layout.shape, layout.block, layout.start), dtype=torch.float32)
 
+    def check(self, nu: Any, layout: LeafLayout) -> None:
+        """One entry per block."""
+        _check_shapes(nu, reference.scale_shape(layout.shape, layout.block, layout.start))
+
     def update(self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, Tensor]:
         """EMA of the block's mean of `g^2`; its root is shared by the block."""
-        _check_state(nu, reference.scale_shape(layout.shape, layout.block, layout.start))
+        self.check(nu, layout)
         mean = reference.block_mean_square(g, block=layout.block, start=layout.start)
         nu = moving_average(b2, nu, mean)
         return reference.expand_blocks(reference.root(nu), g.shape, block=layout.block, start=layout.start), nu
@@ -134,11 +145,16 @@ class Factored:
         shapes = _Tiles.of(self.sides, layout).shapes(layout.matrix[:-1])
         return FactoredState(*(leaf.new_zeros(shape, dtype=torch.float32) for shape in shapes))
 
+    def check(self, nu: Any, layout: LeafLayout) -> None:
+        """Row and column means in the shapes of `FactoredState`."""
+        layout = layout.unflattened
+        _check_shapes(nu, *_Tiles.of(self.sides, layout).shapes(layout.matrix[:-1]))
+
     def update(self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, FactoredState]:
         """EMAs of the row and column means of `g^2`; the root is a product of two vectors' roots."""
         layout = layout.unflattened
         tiles = _Tiles.of(self.sides, layout)
-        _check_state(nu, *tiles.shapes(layout.matrix[:-1]))
+        self.check(nu, layout)
         square = (g * g).reshape(layout.matrix)
         row = moving_average(b2, nu.row, tiles.row_means(square))
         col = moving_average(b2, nu.col, tiles.pack(tiles.column_means(square)))

@@ -11,9 +11,8 @@ from gefen_fn.gefen import warm_decay
 from gefen_fn.inject import InjectHyperparamsState
 from gefen_fn.plan import Work
 from gefen_fn.program import Part, Path, Program, Stage, at, put
-from gefen_fn.scalar import Hyperparameter, bias_correction, is_schedule, per_leaf
+from gefen_fn.scalar import Hyperparameter, bias_correction, is_schedule, per_leaf, root_correction
 from gefen_fn.tree import tree_leaves, tree_parts
-from gefen_kernels import reference
 
 
 def value_of(stage: Stage, value: Any, state: OptState) -> Any:
@@ -27,7 +26,7 @@ def value_of(stage: Stage, value: Any, state: OptState) -> Any:
 def _injected(owner: Stage, name: str, held: InjectHyperparamsState) -> Any:
     """An injected hyperparameter: what the state holds, or the schedule at the calls so far."""
     given, stored = owner.recipe.kwargs[name], held.hyperparams[name]
-    return torch.as_tensor(given(held.count)).to(stored.dtype) if is_schedule(given) else stored
+    return torch.as_tensor(given(held.count), dtype=stored.dtype, device="cpu") if is_schedule(given) else stored
 
 
 def advanced(program: Program, state: OptState) -> OptState:
@@ -59,9 +58,9 @@ def scalars_of(part: Part, works: Sequence[Work], grads: Updates, state: OptStat
         b1, b2, warmup, eps, rate, decay = (column[work.index] for column in columns)
         key = (count, b1, b2, warmup if work.warms else None, eps, rate, decay)
         if key not in known:
-            known[key] = [*_decayed(*key[:4]), eps, part.sign * rate, decay, scale]
+            known[key] = [*_count_scalars(*key[:4]), eps, part.sign * rate, decay, scale]
         rows.append(known[key])
-    return torch.tensor(rows, dtype=torch.float64).to(torch.float32)
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").to(torch.float32)
 
 
 def _numbers(stage: Stage | None, value: Any, grads: Updates, state: OptState) -> list[Any]:
@@ -72,9 +71,8 @@ def _numbers(stage: Stage | None, value: Any, grads: Updates, state: OptState) -
     return [float(x) for x in tree_parts(grads, per_leaf(value, grads))]
 
 
-def _decayed(count: int, b1: float, b2: float, warmup: float | None) -> list[float]:
+def _count_scalars(count: int, b1: float, b2: float, warmup: float | None) -> list[float]:
     """What depends on the count alone: both decays with their complements, and both corrections."""
-    t = torch.tensor(count + 1, dtype=torch.int32)
+    t = torch.tensor(count + 1, dtype=torch.int32, device="cpu")
     warm = b2 if warmup is None else float(warm_decay(b2, t, warmup))
-    root = float(reference.root(bias_correction(b2, t)))
-    return [b1, 1.0 - b1, warm, 1.0 - warm, float(bias_correction(b1, t)), root]
+    return [b1, 1.0 - b1, warm, 1.0 - warm, float(bias_correction(b1, t)), float(root_correction(b2, t))]

@@ -21,6 +21,7 @@ from gefen_fn import (
     clip_by_global_norm,
     cosine_decay_schedule,
     decay_mask,
+    describe,
     flatten_state,
     fuse,
     gefen,
@@ -74,6 +75,7 @@ EXPRESSIONS = {
     "accumulating": lambda: MultiSteps(chain(clip_by_global_norm(0.5), gefen(COSINE)), 2),
     "guarded": lambda: apply_if_finite(gefen(1e-2), 3),
     "guarded accumulation": lambda: apply_if_finite(MultiSteps(inject_hyperparams(gefen)(1e-2), 3), 3),
+    "a schedule of floats": lambda: gefen(1e-2, b1=lambda count: 0.9 - 0.01 * float(count)),
     "named": lambda: named_chain(("moments", scale_by_gefen()), ("nothing", identity()), ("rate", scale(-1e-2))),
     "partition": lambda: partition(
         {"gefen": gefen(1e-2, weight_decay=0.1), "adam": adamw(COSINE), "still": set_to_zero()}, LABELS
@@ -251,3 +253,110 @@ def test_a_guard_leaves_the_state_alone_after_a_bad_gradient():
     state = step(torch.full((64, 100), float("nan")), state, p)
     assert (p == 1).all() and differing(before, flatten_state(state.inner_state)) == []
     assert state.notfinite_count == 1
+
+
+def swap_parameter(p, state):
+    p.data = p.data.clone()
+
+
+def swap_codes(p, state):
+    codes = state[0].mu.codes
+    codes.data = codes.data.clone()
+
+
+def transpose_scales(p, state):
+    absmax = state[0].mu.absmax
+    absmax.data = absmax.data.t().contiguous().t()
+
+
+@pytest.mark.parametrize("change", [swap_parameter, swap_codes, transpose_scales])
+def test_memory_replaced_between_steps_is_seen(change):
+    tx = gefen(1e-2, codebook="fixed")
+    plain, fused = (torch.nn.Parameter(noise((64, 300), 5, torch.float32)) for _ in range(2))
+    state, other, step = tx.init(plain), tx.init(fused), fuse(tx)
+    for i in range(3):
+        g = noise((64, 300), i, torch.float32)
+        updates, state = tx.update(g, state, plain)
+        plain = apply_updates(plain.detach(), updates)
+        other = step(g, other, fused)
+        change(fused, other)
+    assert torch.equal(plain, fused) and differing(flatten_state(state), flatten_state(other)) == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "stepped"),
+    [
+        (gefen(1e-2, block=256), gefen(1e-2, block=64)),
+        (gefen(1e-2, second_moment=Block()), gefen(1e-2)),
+        (gefen(1e-2), gefen(1e-2, second_moment=Dense())),
+        (gefen(1e-2, second_moment=Factored(tile=(16, 64))), gefen(1e-2)),
+        (adamw(1e-2), gefen(1e-2)),
+        (chain(clip_by_global_norm(1.0), gefen(1e-2)), gefen(1e-2)),
+    ],
+    ids=["another block", "another policy", "dense policy", "other tiles", "another optimizer", "another chain"],
+)
+def test_a_state_that_does_not_fit_is_refused(saved, stepped):
+    p = torch.ones(64, 300)
+    with pytest.raises((StructureError, ValueError)):
+        fuse(stepped)(torch.ones(64, 300), saved.init(p), p)
+    assert (p == 1).all()
+
+
+def test_a_refusal_after_learning_changes_nothing():
+    tx = chain(scale_by_gefen(), add_decayed_weights(0.1, {"a": True}))
+    params = {"a": torch.ones(64, 300), "b": torch.ones(64, 300)}
+    state = scale_by_gefen().init(params)
+    before = {k: x.clone() for k, x in flatten_state(state).items()}
+    with pytest.raises(StructureError):
+        fuse(tx)({k: noise((64, 300), 0, torch.float32) for k in params}, (state, ()), params)
+    assert differing(before, flatten_state(state)) == [] and (params["a"] == 1).all()
+
+
+def test_codes_made_before_learning_move_with_the_codebook():
+    tx, p, q = gefen(1e-2), *(torch.ones(64, 300) for _ in range(2))
+    saved = gefen(1e-2, codebook="fixed")
+    _, state = saved.update(noise((64, 300), 0, torch.float32), saved.init(p), p)
+    _, other = saved.update(noise((64, 300), 0, torch.float32), saved.init(q), q)
+    updates, state = tx.update(noise((64, 300), 1, torch.float32), state, p)
+    other = fuse(tx)(noise((64, 300), 1, torch.float32), other, q)
+    assert torch.equal(apply_updates(p, updates), q) and differing(flatten_state(state), flatten_state(other)) == []
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [lambda lr: gefen(lr * 2), lambda lr: gefen(torch.as_tensor(lr) * 2), lambda lr: gefen(lr.real)],
+    ids=["product", "tensor", "attribute"],
+)
+def test_a_factory_that_computes_with_its_numbers_is_left_to_the_pure_path(factory):
+    tx = inject_hyperparams(factory)(1e-3)
+    assert fuse(tx) is None and describe(tx, torch.ones(64, 300)).fused == ""
+
+
+def test_another_default_device_changes_nothing():
+    tx, p, q = chain(clip_by_global_norm(0.5), gefen(COSINE)), *(torch.ones(64, 300) for _ in range(2))
+    state, other, g = tx.init(p), tx.init(q), noise((64, 300), 0, torch.float32)
+    updates, state = tx.update(g, state, p)
+    with torch.device("meta"):
+        other = fuse(tx)(g, other, q)
+    assert torch.equal(apply_updates(p, updates), q) and differing(flatten_state(state), flatten_state(other)) == []
+
+
+def test_the_reference_may_be_asked_for_between_steps(monkeypatch):
+    tx, p = gefen(1e-2), torch.ones(64, 300)
+    step, state = fuse(tx), tx.init(p)
+    state = step(noise((64, 300), 0, torch.float32), state, p)
+    monkeypatch.setenv("GEFEN_REFERENCE", "1")
+    state = step(noise((64, 300), 1, torch.float32), state, p)
+    assert state[0].count == 2
+
+
+def test_a_mask_inside_a_partition_sees_the_leaves_of_its_part():
+    def mask(params):
+        return {k: v is not None and sum(x is not None for x in params.values()) == 1 for k, v in params.items()}
+
+    parts = {"a": gefen(1e-2, weight_decay=0.1, mask=mask), "b": gefen(2e-2)}
+    tx, plain = partition(parts, {"x": "a", "y": "b"}), {k: torch.ones(64, 300) for k in "xy"}
+    fused, grads = {k: p.clone() for k, p in plain.items()}, {k: noise((64, 300), 0, torch.float32) for k in "xy"}
+    updates, _ = tx.update(grads, tx.init(plain), plain)
+    fuse(tx)(grads, tx.init(fused), fused)
+    assert differing(apply_updates(plain, updates), fused) == []

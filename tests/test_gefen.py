@@ -336,3 +336,11 @@ def test_a_codebook_may_be_learned_under_grad():
         return updates.square().sum()
 
     assert torch.func.grad(length)(params).shape == params.shape
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_codebook_is_real_whatever_the_default_device(device):
+    p = noise(64, 100)
+    with torch.device(device):
+        state = scale_by_gefen().init(p)
+    assert torch.equal(state.codebook, default_codebook()) and not state.learned.is_meta

@@ -65,7 +65,8 @@ def learn_codebook(histogram: Tensor, *, levels: int = 256, zero: bool = True, s
 
 def default_codebook() -> Tensor:
     """Return a fresh fp32 `[256]` codebook learned from Gaussian blocks of 256 scaled by their maximum."""
-    return torch.tensor([0.0 - x for x in reversed(DEFAULT_MAGNITUDES)] + list(DEFAULT_MAGNITUDES))
+    levels = [0.0 - x for x in reversed(DEFAULT_MAGNITUDES)] + list(DEFAULT_MAGNITUDES)
+    return torch.tensor(levels, dtype=torch.float32, device="cpu")
 
 
 def _check(histogram: Tensor, levels: int) -> None:

@@ -65,17 +65,21 @@ def _codebook_table(raw: bytes, ties: reference.Ties) -> Codebook:
 
 
 def supports(leaf: Leaf) -> bool:
-    """Whether the loops can take this leaf: CPU tensors of known dtypes, the parameter contiguous."""
-    tensors = (leaf.grad, leaf.param, leaf.mu, *leaf.nu)
+    """Whether the loops can take this leaf: plain CPU tensors of known dtypes, the state contiguous."""
+    scales = leaf.nu if leaf.absmax is None else (leaf.absmax, *leaf.nu)
+    tensors = (leaf.grad, leaf.param, leaf.mu, *scales)
     known = leaf.grad.dtype in _KINDS and leaf.param.dtype in _KINDS
-    return known and all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
+    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
+    typed = leaf.mu.dtype in (torch.uint8, torch.float32) and all(t.dtype == torch.float32 for t in scales)
+    return known and plain and typed and all(t.is_contiguous() for t in (leaf.mu, *scales))
 
 
 def warm_up() -> None:
     """Compile the loops, or load what an earlier process compiled: some 10 s once on a machine, then 0.3 s."""
-    x = torch.zeros(2, 2)
-    leaf = Leaf(x, x.clone(), torch.zeros(2, 2), None, (torch.zeros(2, 2),), "dense")
-    gefen_step([leaf], torch.ones(1, cpu_step.SCALARS), torch.linspace(-1.0, 1.0, 256))
+    x = torch.zeros(2, 2, device="cpu")
+    book = torch.linspace(-1.0, 1.0, 256, device="cpu")
+    leaf = Leaf(x, x.clone(), x.clone(), None, (x.clone(),), "dense")
+    gefen_step([leaf], torch.ones(1, cpu_step.SCALARS, device="cpu"), book)
     histogram(x, block=2)
     sum_of_squares(x)
 
@@ -293,7 +297,7 @@ def sum_of_squares(x: Tensor, *, block: int = 256, start: int = 1) -> Tensor:
     def work(x: Tensor, columns: int, rows: Ints) -> float:
         return float(loops.sum_of_squares(x.data_ptr(), _KINDS[x.dtype], columns, block, rows[0, 0], rows[-1, 1]))
 
-    return torch.tensor(sum(_over_rows(work, x, start), 0.0), dtype=torch.float64)
+    return torch.tensor(sum(_over_rows(work, x, start), 0.0), dtype=torch.float64, device="cpu")
 
 
 def _over_rows(work: Callable[[Tensor, int, Ints], Any], x: Tensor, start: int) -> list[Any]:

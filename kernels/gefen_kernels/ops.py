@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import time
+import warnings
 from types import ModuleType
 
 import torch
@@ -37,4 +38,10 @@ def warm_up() -> float:
 
 @functools.lru_cache
 def _load(needs: str, name: str) -> ModuleType | None:
-    return importlib.import_module(name) if importlib.util.find_spec(needs) else None
+    if importlib.util.find_spec(needs) is None:
+        return None
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:  # there, but not for this numpy or this torch
+        warnings.warn(f"{needs} cannot be imported, so steps are slow: {error}", stacklevel=2)
+        return None
