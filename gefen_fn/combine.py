@@ -49,7 +49,11 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
         updates: Updates, state: tuple[OptState, ...], params: Params | None = None, **extra: Any
     ) -> tuple[Updates, tuple[OptState, ...]]:
         check_state(state, tuple)
-        _check_names(range(len(txs)), range(len(state)))
+        if len(state) != len(txs):
+            raise StructureError(
+                f"State must have one entry per stage: {len(txs)} stages, got {len(state)} states. "
+                "Use the state that this transform's `init` made."
+            )
         new = []
         for tx, s in zip(txs, state, strict=True):
             updates, s = tx.update(updates, s, params, **extra)

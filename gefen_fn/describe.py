@@ -12,7 +12,7 @@ from gefen_fn.fuse import fuse
 from gefen_fn.program import opened
 from gefen_fn.second_moment import Block, Factored, policy_for
 from gefen_fn.state_io import flatten_state, state_bytes
-from gefen_fn.tree import tree_leaves, tree_map, tree_paths
+from gefen_fn.tree import check_leaves, readable, tree_leaves, tree_map, tree_paths
 
 _SHARED = ("hyperparams", "codebook", "learned")
 
@@ -21,7 +21,7 @@ class LeafReport(NamedTuple):
     """One parameter.
 
     Attributes:
-        path: its dotted path; empty for a bare tensor.
+        path: its keys joined by dots, as they are written; empty for a bare tensor.
         shape: its shape.
         dtype: its dtype.
         kept: from `<field>[.<subfield>]` to dtype and shape, as text, of every tensor but counters.
@@ -81,7 +81,11 @@ def describe(tx: GradientTransformation, params: Params) -> Report:
 
     Returns:
         A report; `print` it for a table.
+
+    Raises:
+        StructureError: if a leaf is not a dense floating-point tensor.
     """
+    check_leaves(params)
     meta = tree_map(lambda p: torch.empty_like(p, device="meta"), params)
     leaves = {path: p for path, p in zip(tree_paths(meta), tree_leaves(meta), strict=True) if p is not None}
     owned: dict[str | None, dict[str, Tensor]] = {path: {} for path in (None, *leaves)}
@@ -107,7 +111,7 @@ def _leaf(path: str, p: Tensor, state: dict[str, Tensor], rules: list[Mapping[st
     stages = [key.split(".")[0] for key in state if key.startswith("scale_by_gefen") and ".count" in key]
     numbers = [int(stage.partition("#")[2] or 1) - 1 for stage in stages]
     notes = [_note(tuple(p.shape), rules[i]) for i in numbers if i < len(rules)]
-    return LeafReport(path, tuple(p.shape), p.dtype, kept, state_bytes(state), "; ".join(filter(None, notes)))
+    return LeafReport(readable(path), tuple(p.shape), p.dtype, kept, state_bytes(state), "; ".join(filter(None, notes)))
 
 
 def _shape(shape: tuple[int, ...]) -> str:

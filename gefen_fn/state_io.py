@@ -8,7 +8,16 @@ from torch import Tensor
 
 from gefen_fn.base import OptState
 from gefen_fn.quantize import check_codebooks
-from gefen_fn.tree import StructureError, Tree, tree_leaves, tree_paths, tree_structure, tree_unflatten
+from gefen_fn.tree import (
+    StructureError,
+    Tree,
+    how_to_pass,
+    list_names,
+    tree_leaves,
+    tree_paths,
+    tree_structure,
+    tree_unflatten,
+)
 
 Path = tuple[str, ...]
 Filter = Callable[[Path, Any], bool]
@@ -72,8 +81,8 @@ def unflatten_state(flat: Mapping[str, Tensor], like: OptState, *, strict: bool 
     missing, extra = compare_names(flat, like)
     if strict and (missing or extra):
         raise StructureError(
-            f"Names must agree with the state's: missing {missing[:5]}, unknown {extra[:5]} "
-            f"({len(missing)} and {len(extra)} in all). Use the transform and params that the dictionary was made from."
+            f"Names must agree with the state's: got {list_names(missing=missing, unknown=extra)}. "
+            "Use the transform and params that the dictionary was made from."
         )
     for key in wanted.keys() & flat.keys():
         _check_like(key, flat[key], wanted[key])
@@ -125,15 +134,21 @@ def state_bytes(state: OptState, *, world: Literal["local", "global"] = "local")
     """Bytes of a state's tensors, each distinct one counted once; works on the meta device.
 
     Args:
-        state: any tree of tensors.
+        state: any tree of tensors, such as `optimizer.state_tree()`; a torch optimizer's `state` too.
         world: `"local"` counts this process's shards of distributed tensors, `"global"` the whole tensors.
 
     Raises:
         ValueError: if `world` is neither.
+        TypeError: if a leaf is no tensor, as an optimizer or a module is none.
     """
     if world not in ("local", "global"):
         raise ValueError(f'`world` must be "local" or "global": got {world!r}. Use "local" for this process.')
-    leaves = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    parts = list(state.values()) if isinstance(state, dict) else state  # keys may be tensors, which have no order
+    leaves = [leaf for leaf in tree_leaves(parts) if leaf is not None]
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            fix = how_to_pass(leaf, "Pass a transform's state, or `optimizer.state_tree()`.")
+            raise TypeError(f"State must hold tensors: got {type(leaf).__name__}. {fix}")
     local = [leaf.to_local() if hasattr(leaf, "to_local") else leaf for leaf in leaves]
     sized = local if world == "local" else leaves
     return sum({_identity(x): t.numel() * t.element_size() for x, t in zip(local, sized, strict=True)}.values())

@@ -4,12 +4,13 @@ Every map over gradients, updates or params goes through here, with `None` as a 
 passes each stage as `None`, and its state comes back as the same tensors.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 Tree = Any
 
@@ -25,11 +26,63 @@ def _flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[
 def _match(spec: optree.PyTreeSpec, tree: Tree) -> list[Any]:
     try:
         return spec.flatten_up_to(tree)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError):  # whose text holds every value of the tree
         raise StructureError(
-            f"Trees must have one structure: expected {spec}, got a {type(tree).__name__} that does not fit ({error}). "
+            "Trees must have the structure of the first, such as the gradients: got one with "
+            f"{_differences(spec, tree)}. "
             "Pass updates, state and params in this order, made for the same params."
-        ) from error
+        ) from None
+
+
+def _differences(prefix: optree.PyTreeSpec, tree: Tree, *, is_right: str = "prefix") -> str:
+    """What the one that is not right lacks, has too much, or holds in another container."""
+    names, kinds = _apart(prefix, tree), _other_kinds(prefix, tree_structure(tree))
+    if is_right == "tree":
+        names, kinds = names[::-1], kinds and (kinds[1], kinds[0], kinds[2])
+    container = f"{kinds[1]} for {kinds[0]}{kinds[2]}" if kinds else ""
+    texts = filter(None, (container, list_names(missing=names[0], unexpected=names[1])))
+    return ", ".join(texts) or "other empty containers"
+
+
+def _apart(prefix: optree.PyTreeSpec, tree: Tree) -> tuple[list[str], list[str]]:
+    """Paths of a prefix that lead nowhere in a tree, and those of the tree that the prefix does not cover."""
+    heads, paths = _parts(prefix.accessors()), _parts(optree.tree_accessors(tree, none_is_leaf=True))
+    covered = {path[:n] for path in paths for n in range(len(path) + 1)}
+    lost = [head for head in heads if head not in covered]
+    more = [path for path in paths if path and not any(path[:n] in heads for n in range(len(path) + 1))]
+    return [readable(".".join(path)) for path in lost], [readable(".".join(path)) for path in more]
+
+
+def _parts(accessors: Sequence[optree.PyTreeAccessor]) -> dict[tuple[str, ...], None]:
+    """The paths in order."""
+    return dict.fromkeys(tuple(path_part(entry) for entry in accessor) for accessor in accessors)
+
+
+def _other_kinds(prefix: optree.PyTreeSpec, tree: optree.PyTreeSpec, path: str = "") -> tuple[str, str, str] | None:
+    """The first two containers that differ, and the place."""
+    if prefix.type is None:
+        return None
+    if _kind(prefix) != _kind(tree):
+        return _kind(prefix), _kind(tree), f" at `{path[1:]}`" if path else ""
+    below = dict(zip(tree.entries(), tree.children(), strict=True))
+    rows = [(key, part) for key, part in zip(prefix.entries(), prefix.children(), strict=True) if key in below]
+    return next(filter(None, (_other_kinds(part, below[key], f"{path}.{key}") for key, part in rows)), None)
+
+
+def _kind(spec: optree.PyTreeSpec) -> str:
+    if spec.type is None:
+        return "leaf"
+    return "dict" if issubclass(spec.type, dict) else spec.type.__name__
+
+
+def list_names(**kinds: Sequence[str]) -> str:
+    """Text such as "missing `a`, `b`, unexpected `c`": at most five names of a kind, no word for none."""
+    return ", ".join(f"{kind} {_some(names)}" for kind, names in kinds.items() if names)
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(f"`{name}`" for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 def tree_leaves(tree: Tree) -> list[Any]:
@@ -110,14 +163,18 @@ def _skip(*state: Any) -> tuple[Any, ...]:
 
 def tree_paths(tree: Tree) -> list[str]:
     """Dotted path of every leaf, `None` leaves included; a dot inside a key is written `%2E`."""
-    accessors = optree.tree_accessors(tree, none_is_leaf=True)
-    return [".".join(path_part(entry) for entry in accessor) for accessor in accessors]
+    return [".".join(map(path_part, accessor)) for accessor in optree.tree_accessors(tree, none_is_leaf=True)]
 
 
 def path_part(entry: Any) -> str:
     """One step of a path: a field name, a key or an index."""
     name = getattr(entry, "field", None)
     return str(name if isinstance(name, str) else entry.entry).replace("%", "%25").replace(".", "%2E")
+
+
+def readable(path: str) -> str:
+    """A path as its keys were written: `%2E` is a dot again."""
+    return path.replace("%2E", ".").replace("%25", "%")
 
 
 def broadcast(value: Any, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> Tree:
@@ -148,12 +205,24 @@ def leaf_choices(prefix: Tree, tree: Tree) -> list[Any]:
     try:
         choices = spec.flatten_up_to(prefix)
     except (ValueError, TypeError):
-        heads, head_spec = _flatten(prefix)
-        parts = _match(head_spec, tree)
-        choices = [head for head, part in zip(heads, parts, strict=True) for _ in tree_leaves(part)]
+        choices = list(_spread(prefix, tree))
     if any(isinstance(choice, (dict, list)) for choice in choices):
         raise StructureError("Masks and labels must be no deeper than the tree: got several for one leaf. Give one.")
     return choices
+
+
+def _spread(prefix: Tree, tree: Tree) -> Iterator[Any]:
+    heads, spec = _flatten(prefix)
+    try:
+        parts = spec.flatten_up_to(tree)
+    except (ValueError, TypeError):  # whose text holds every value of the tree
+        differences = _differences(spec, tree, is_right="tree")
+        raise StructureError(
+            f"Masks and labels must have the structure of the tree: got some with {differences}. "
+            "Give one for each leaf, or one for a whole part."
+        ) from None
+    for head, part in zip(heads, parts, strict=True):
+        yield from [head] * len(tree_leaves(part))
 
 
 def check_leaves(tree: Tree) -> None:
@@ -161,6 +230,19 @@ def check_leaves(tree: Tree) -> None:
     for x in tree_leaves(tree):
         if x is not None:
             check_floating(x)
+
+
+def how_to_pass(x: Any, otherwise: str) -> str:
+    """How the user makes a tree of tensors of what is none."""
+    if isinstance(x, (nn.Module, Iterator, str)):  # a string, from a list of pairs
+        return "Pass `dict(module.named_parameters())`."
+    if hasattr(x, "state_tree"):
+        return "Pass `optimizer.state_tree()`."
+    if hasattr(x, "param_groups"):
+        return "Pass `optimizer.state`."
+    if dataclasses.is_dataclass(x):
+        return "Pass `vars(it)`, or register its class by `optree.register_pytree_node` in the global namespace."
+    return otherwise
 
 
 def check_floating(x: Any, like: Any = None) -> None:
@@ -172,7 +254,8 @@ def check_floating(x: Any, like: Any = None) -> None:
     for leaf in (x,) if like is None else (x, like):
         if not isinstance(leaf, Tensor):
             raise StructureError(
-                f"Leaves must be tensors or None: got {type(leaf).__name__}. Check the order of the arguments."
+                f"Leaves must be tensors or None: got {type(leaf).__name__}. "
+                + how_to_pass(leaf, "Check the order of the arguments.")
             )
     if x.layout != torch.strided:
         raise StructureError(f"Gradients must be dense: got layout {x.layout}. Use sparse=False, or `.to_dense()`.")

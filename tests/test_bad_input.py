@@ -1,6 +1,7 @@
 """What cannot work is refused by rule, what came and fix, and nothing changes; NaN and inf gradients never raise."""
 
 import copy
+import dataclasses
 import math
 import re
 
@@ -25,6 +26,7 @@ from gefen_fn import (
     cosine_decay_schedule,
     default_codebook,
     dequantize,
+    describe,
     ema,
     find_blocks,
     gefen,
@@ -45,11 +47,13 @@ from gefen_fn import (
     scale_by_lion,
     set_to_zero,
     sgd,
+    state_bytes,
     trace,
     unflatten_state,
     zero_nans,
 )
 from gefen_fn.tree import tree_leaves
+from gefen_nn import Gefen
 
 NAN, INF = math.nan, math.inf
 W, B = torch.linspace(-1, 1, 64 * 72).reshape(64, 72), torch.linspace(1, 2, 5)
@@ -195,6 +199,67 @@ FUNCTIONS = {
     "norm of sparse": (StructureError, "dense", lambda: global_norm({"w": W.to_sparse()})),
     "a number in a state": (StructureError, "tensor", lambda: unflatten_state({"trace.trace": 3}, trace(0.9).init(W))),
 }
+
+
+@dataclasses.dataclass
+class Weights:
+    w: torch.Tensor
+
+
+NET = nn.Linear(72, 64)
+NO_TREES = {
+    "a module": (NET, "dict(module.named_parameters())"),
+    "a generator": (NET.parameters(), "dict(module.named_parameters())"),
+    "pairs": (list(NET.named_parameters()), "dict(module.named_parameters())"),
+    "a dataclass": (Weights(W), "optree.register_pytree_node"),
+    "an optimizer": (Gefen(NET.named_parameters()), "optimizer.state_tree()"),
+    "an optimizer of torch": (torch.optim.SGD(NET.parameters()), "optimizer.state"),
+}
+
+
+@pytest.mark.parametrize(("given", "fix"), NO_TREES.values(), ids=NO_TREES)
+def test_what_is_no_tree_of_tensors_is_refused_and_the_way_to_one_named(given, fix):
+    refuse(StructureError, lambda: describe(sgd(0.1), given), fix)
+    refuse(StructureError, lambda: gefen(0.1).init(given), fix)
+    refuse(StructureError, lambda: adamw(0.1).update(given, adamw(0.1).init({}), given), fix)
+    refuse(TypeError, lambda: state_bytes(given), fix)
+
+
+MANY = {f"l{i}.w": B for i in range(9)}
+FIRST = {"l.0": W, "list": [B]}
+TREES = {
+    "one missing": (MANY, {**MANY, "x": B}, "missing `x`."),
+    "one unexpected": (FIRST, {"l.0": W}, "unexpected `list.0`."),
+    "many": (MANY, {"y": B}, "missing `y`, unexpected `l0.w`, `l1.w`, `l2.w`, `l3.w`, `l4.w` and 4 more."),
+    "a leaf for a dict": ({"a": W}, {"a": {"b": W}}, "missing `a.b`, unexpected `a`."),
+    "a tuple": (FIRST, {"l.0": W, "list": (B,)}, "list for tuple at `list`."),
+    "a list": ([W], {"0": W}, "list for dict."),
+    "containers alone": ({"a": {}}, {}, "other empty containers."),
+}
+
+
+@pytest.mark.parametrize(("old", "first", "text"), TREES.values(), ids=TREES)
+def test_trees_that_differ_are_told_by_a_few_paths_and_no_values(old, first, text):
+    refuse(StructureError, lambda: incremental_update(first, old, 0.1), text)
+    with pytest.raises(StructureError) as caught:
+        incremental_update(first, old, 0.1)
+    assert len(str(caught.value)) < 400 and caught.value.__suppress_context__
+
+
+MASKS = {
+    "too few": ({"l.0": True}, "missing `list.0`."),
+    "too many": ({"l.0": True, "list": False, "z": True}, "unexpected `z`."),
+    "a tuple": ({"l.0": True, "list": (True,)}, "tuple for list at `list`."),
+}
+
+
+@pytest.mark.parametrize(("mask", "text"), MASKS.values(), ids=MASKS)
+def test_masks_that_do_not_fit_are_told_by_paths(mask, text):
+    refuse(StructureError, lambda: masked(trace(0.9), mask).init(FIRST), text)
+
+
+def test_a_chain_tells_how_many_states_it_has_for_how_many_stages():
+    refuse(StructureError, lambda: chain(clip(1.0), clip(2.0)).update(W, ((),) * 3), "2 stages, got 3 states.")
 
 
 def run(tx):

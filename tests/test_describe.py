@@ -74,6 +74,13 @@ def test_it_prints_as_a_table_for_any_tree(params):
     assert "bytes of state" in lines[-1] and len(lines) == 4 + (params != {})
 
 
+@pytest.mark.parametrize("key", ["0.weight", "50%", "a%2Eb"])
+def test_paths_are_shown_as_they_are_written(key):
+    report = describe(gefen(1e-3), {"net": {key: torch.empty(64, 100)}})
+    assert report.leaves[0].path == f"net.{key}" and report.leaves[0].bytes > 6400
+    assert str(report).splitlines()[3].startswith(f"net.{key} ")
+
+
 @pytest.mark.parametrize(
     ("tx", "fused"),
     [

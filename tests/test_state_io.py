@@ -14,6 +14,7 @@ from gefen_fn.masks import decay_mask
 from gefen_fn.scale import add_decayed_weights, scale, scale_by_learning_rate, scale_by_schedule, trace
 from gefen_fn.state_io import compare_names, flatten_state, state_bytes, tree_get, tree_set, unflatten_state
 from gefen_fn.tree import StructureError, tree_leaves, tree_structure
+from gefen_nn import TransformOptimizer
 
 
 class Codes(NamedTuple):
@@ -148,6 +149,12 @@ def test_distinct_tensors_are_counted_once(device):
     shared, codes = torch.zeros(10, device=device), torch.zeros(7, dtype=torch.uint8, device=device)
     state = ({"a": shared, "b": shared, "c": shared.view(10)}, ScaleByCodesState(codes), None)
     assert state_bytes(state) == state_bytes(state, world="global") == 47
+
+
+def test_the_state_of_an_optimizer_is_counted_by_parameter_as_well_as_the_tree():
+    net = torch.nn.Linear(100, 64)
+    optimizer = TransformOptimizer(net.named_parameters(), scale_by_gefen())
+    assert state_bytes(optimizer.state) == state_bytes(optimizer.state_tree()) > 6400
 
 
 def test_an_unknown_world_is_refused():
