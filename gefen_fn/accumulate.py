@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Updates, check_transform, made
-from gefen_fn.scalar import check_int, check_state
+from gefen_fn.scalar import check_int, check_state, squares_are_finite, under_vmap
 from gefen_fn.tree import Tree, check_floating, check_leaves, map_update, tree_leaves, tree_map
 
 ShouldSkip = Callable[[Updates, Tensor, Params | None], tuple[Any, Tree]]
@@ -205,7 +205,7 @@ def _flag(value: bool) -> Tensor:
 def _all_finite(updates: Updates) -> bool:
     """One read of the device for the whole tree."""
     check_leaves(updates)
-    flags = [torch.isfinite(u).all() for u in tree_leaves(updates) if u is not None]
+    flags = [squares_are_finite(u) for u in tree_leaves(updates) if u is not None]
     return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
 
 
@@ -216,7 +216,6 @@ def _check_k(k: Any) -> None:
 def _refuse_tracing(name: str, fix: str) -> None:
     """Whether to step is read from tensors, which tracing and batching cannot do."""
     compiling = torch.compiler.is_compiling()  # asked first: Dynamo cannot trace the question for vmap
-    stack = () if compiling else torch._C._functorch.get_interpreter_stack() or ()
-    if compiling or any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack):
+    if compiling or under_vmap():
         where = "torch.compile" if compiling else "torch.vmap"
         raise RuntimeError(f"`{name}` decides from values whether to step: got a call under {where}. {fix}")

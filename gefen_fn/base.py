@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.scalar import check_state, exact, rounded, wide_dtype
-from gefen_fn.tree import Tree, check_floating, tree_map
+from gefen_fn.tree import Tree, check_floating, tree_leaves, tree_map, tree_parts
 
 Params = Tree
 Updates = Tree
@@ -172,12 +172,9 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 
 def write_updates(params: Params, updates: Updates) -> None:
     """`apply_updates` in place; call it without autograd."""
-
-    def write(u: Tensor | None, p: Tensor | None) -> None:
+    for u, p in zip(tree_leaves(updates), tree_parts(updates, params), strict=True):
         if u is not None and p is not None:
             p.copy_(add_rounded(p, u))
-
-    tree_map(write, updates, params, skip_none=False)
 
 
 def incremental_update(new_tensors: Params, old_tensors: Params, step_size: Scalar) -> Params:

@@ -10,6 +10,7 @@ from gefen_fn.accumulate import MultiStepsState
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates
 from gefen_fn.blocks import Blocks
 from gefen_fn.quantize import gradient_histogram, has_codebook, requantize
+from gefen_fn.scalar import under_vmap
 from gefen_fn.tree import tree_map
 from gefen_kernels.codebook import learn_codebook
 
@@ -117,12 +118,9 @@ def learn_once(updates: Updates, codebook: Tensor, learned: Tensor, block: Block
         return codebook, learned
     if bool(torch.func.debug_unwrap(learned, recurse=True).all()):
         return codebook, learned
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if under_vmap() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         raise RuntimeError(_UNLEARNED)
-    try:
-        return learn_from(gradient_histogram(updates, block=block), codebook, learned)
-    except RuntimeError as error:
-        raise RuntimeError(_UNLEARNED) from error
+    return learn_from(gradient_histogram(updates, block=block), codebook, learned)
 
 
 def learn_from(counts: Tensor, codebook: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,6 +39,11 @@ def rounded(s: Scalar, dtype: torch.dtype = torch.float32) -> Scalar:
     return s.to(dtype) if isinstance(s, Tensor) else s
 
 
+def squares_are_finite(x: Tensor) -> Tensor:
+    """Whether the fp32 squares of all entries are finite, a 0-dim bool: 2e19 is finite, its square is not."""
+    return torch.isfinite(x.float().square().sum(dtype=torch.float64))
+
+
 def multiply(s: Scalar, x: Tensor) -> Tensor:
     """`s * x` in fp32 (float64 for float64 `x`), rounded once to the dtype of `x`."""
     wide = wide_dtype(x.dtype)
@@ -69,6 +74,12 @@ def per_leaf(value: Any, tree: Tree) -> Tree:
     """
     number = isinstance(value, (int, float))
     return broadcast(torch.tensor(value, dtype=torch.float64, device="cpu") if number else value, tree)
+
+
+def under_vmap() -> bool:
+    """Whether torch.vmap is batching this call, so that no value can be read; not to be asked while compiling."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
 
 
 def new_count() -> Tensor:

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation, OptState, add_rounded, check_transform
+from gefen_fn.base import GradientTransformation, OptState, check_transform, write_updates
 from gefen_fn.describe import Report, describe
 from gefen_fn.fuse import fuse
 from gefen_fn.program import at, put
+from gefen_fn.scalar import squares_are_finite
 from gefen_fn.tree import StructureError, check_floating
 from gefen_nn import checkpoint, groups, state_view
 
@@ -113,7 +114,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         try:
             self._accept()
-        except ValueError:
+        except BaseException:  # whatever it was, a label function's error among them, the group is not there
             self.param_groups.pop()
             raise
 
@@ -226,7 +227,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         if self._fused is not None and not torch.compiler.is_compiling():
             return self._fused(grads, state, params)
         updates, state = self._tx.update(grads, state, params)
-        _write(params, updates)
+        write_updates(params, updates)
         return state
 
     def _check(self, grads: dict[str, Tensor | None], params: dict[str, Tensor]) -> None:
@@ -236,7 +237,7 @@ class TransformOptimizer(torch.optim.Optimizer):
                 check_floating(g, params[name])
             except StructureError as error:
                 raise StructureError(f"Gradient of {name!r}: {error}") from error
-        bad = [n for n, g in given.items() if not g.isfinite().all()] if self.error_if_nonfinite else []
+        bad = [n for n, g in given.items() if not squares_are_finite(g)] if self.error_if_nonfinite else []
         if bad:
             raise RuntimeError(f"Gradients must be finite (error_if_nonfinite=True): got {bad}. Nothing was changed.")
 
@@ -305,10 +306,3 @@ def _call(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
-
-
-def _write(params: dict[str, Tensor], updates: dict[str, Tensor | None]) -> None:
-    for name, p in params.items():
-        u = updates[name]
-        if u is not None:
-            p.copy_(add_rounded(p, u))

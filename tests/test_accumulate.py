@@ -151,3 +151,9 @@ def test_k_1_works_under_vmap():
 def test_errors_name_the_rule(error, text, act):
     with pytest.raises(error, match=text):
         act()
+
+
+def test_a_gradient_whose_square_overflows_counts_as_not_finite():
+    tx, g = apply_if_finite(scale(1.0), 3), torch.full((3,), 2e19)
+    updates, state = tx.update(g, tx.init(g))
+    assert state.notfinite_count == 1 and (updates == 0).all()

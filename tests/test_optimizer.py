@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from gefen_fn.accumulate import MultiSteps, apply_if_finite
 from gefen_fn.alias import adamw, gefen, sgd
 from gefen_fn.clip import clip_by_global_norm
-from gefen_fn.combine import chain, named_chain
+from gefen_fn.combine import chain, named_chain, partition
 from gefen_fn.inject import inject_hyperparams
 from gefen_fn.tree import StructureError
 from gefen_nn.optimizer import TransformOptimizer
@@ -263,3 +263,13 @@ def test_a_grad_scaler_skips_an_overflow_and_steps_otherwise() -> None:
         scaler.step(optimizer)
         scaler.update()
         assert same(before, bits(net)) == bad
+
+
+def test_a_group_that_cannot_be_labelled_leaves_no_trace() -> None:
+    labels = {"a": "x"}
+    tx = partition({"x": sgd(0.1)}, lambda params: {name: labels[name] for name in params})
+    optimizer = TransformOptimizer([("a", nn.Parameter(torch.ones(3)))], tx)
+    with pytest.raises(KeyError):
+        optimizer.add_param_group({"params": [("b", nn.Parameter(torch.ones(3)))]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.step()
