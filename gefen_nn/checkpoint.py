@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gefen_fn.base import OptState
 from gefen_fn.quantize import check_codebooks, is_codebook
-from gefen_fn.tree import StructureError
+from gefen_fn.tree import StructureError, list_names
 from gefen_nn import state_view
 from gefen_nn.errors import CheckpointError
 from gefen_nn.groups import FIXED_KEYS
@@ -83,6 +83,11 @@ def _part(whole: Any, key: Any, kind: Any) -> Any:
 
 
 def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+    if "format_version" not in group:
+        raise CheckpointError(
+            "A state dict must come from an optimizer of this package: got a group without `format_version`, so it is "
+            "another optimizer's state, whose moments mean something else. Load the model alone and start fresh."
+        )
     for key in FIXED_KEYS:
         if key not in group or group[key] != target[key]:
             raise CheckpointError(
@@ -113,10 +118,19 @@ def _check_names(names: Sequence[str], targets: Sequence[str], strict: bool) -> 
     missing, extra = sorted(set(targets) - set(names)), sorted(set(names) - set(targets))
     twice = sorted({name for name in names if names.count(name) > 1})
     if (strict and (missing or extra)) or twice:
-        raise CheckpointError(
-            f"Parameter names must match: missing {missing}, unexpected {extra}, twice {twice}. "
-            "Rename the entries, or load with strict=False."
+        compiled = not twice and {_uncompiled(name) for name in names} == {_uncompiled(name) for name in targets}
+        fix = (
+            "torch.compile put `_orig_mod.` before the names: take them from the module before it is compiled, or "
+            "rename those in `param_names`"
+            if compiled
+            else "Rename the entries, or load with strict=False"
         )
+        differences = list_names(missing=missing, unexpected=extra, twice=twice)
+        raise CheckpointError(f"Parameter names must match: got {differences}. {fix}.")
+
+
+def _uncompiled(name: str) -> str:
+    return name.replace("_orig_mod.", "")
 
 
 def restore(
@@ -191,7 +205,7 @@ def _check_keys(name: str, own: Mapping[str, Tensor], saved: Mapping[str, Any]) 
     missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
     if missing or extra:
         raise CheckpointError(
-            f"State keys of {name!r} must match: missing {missing}, unexpected {extra}. "
+            f"State keys of {name!r} must match: got {list_names(missing=missing, unexpected=extra)}. "
             "Build the optimizer with the transform that saved, or load with strict=False."
         )
 

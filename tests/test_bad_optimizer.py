@@ -218,10 +218,17 @@ def leaf(suffix, change):
 STATES = {
     "nothing": ("state", lambda saved: {}),
     "a network's": ("state", lambda saved: linear().state_dict()),
-    "AdamW's": ("format_version", lambda saved: torch.optim.AdamW(linear().parameters()).state_dict()),
+    "AdamW's": ("another optimizer's state", lambda saved: torch.optim.AdamW(linear().parameters()).state_dict()),
     "a smaller network's": ("bias", lambda saved: Gefen([("weight", nn.Parameter(torch.ones(64, 72)))]).state_dict()),
     "another version": ("format_version", lambda saved: edited(saved, format_version=2)),
-    "other names": ("other", lambda saved: edited(saved, param_names=["other", "bias"])),
+    "other names": (
+        "got missing `weight`, unexpected `other`.",
+        lambda saved: edited(saved, param_names=["other", "bias"]),
+    ),
+    "names of a compiled module": (
+        "torch.compile put `_orig_mod.`",
+        lambda saved: edited(saved, param_names=["_orig_mod.weight", "_orig_mod.bias"]),
+    ),
     "text": ("state", lambda saved: "x"),
     "None": ("state", lambda saved: None),
     "a foreign key": ("momentum", lambda saved: edited(saved, momentum=3)),
@@ -231,7 +238,7 @@ STATES = {
     "state None": ("state", lambda saved: {**saved, "state": None}),
     "state as a list": ("state", lambda saved: {**saved, "state": []}),
     "a number as an entry": ("0", lambda saved: {**saved, "state": {**saved["state"], 0: 3}}),
-    "a name twice": ("weight", lambda saved: edited(saved, param_names=["weight", "weight"])),
+    "a name twice": ("twice `weight`.", lambda saved: edited(saved, param_names=["weight", "weight"])),
     "negative nu": ("nu", leaf(".nu", lambda x: -x)),
     "nu NaN": ("nu", leaf(".nu", lambda x: x * NAN)),
     "mu NaN": ("mu", leaf(".mu", lambda x: x * NAN)),
