@@ -1,0 +1,100 @@
+"""The CPU back end against its reference twins, bit for bit."""
+
+import numpy as np
+import pytest
+import torch
+
+from gefen_kernels import cpu, cpu_loops, cpu_step, reference, step
+from gefen_kernels.codebook import default_codebook, learn_codebook
+
+CROWDED = torch.cat([-(torch.linspace(1, 0, 128) ** 9), torch.linspace(0, 1, 128) ** 9])
+BOOKS = {
+    "default": (default_codebook(), "zero"),
+    "published": (learn_codebook(torch.arange(1, 4097), zero=False, symmetric=False), "published"),
+    "many levels in a cell": (CROWDED, "zero"),
+    "few levels": (torch.cat([-torch.ones(64), torch.zeros(128), torch.ones(64)]), "zero"),
+}
+LAYOUTS = [((4, 300), 256, 1), ((3, 70, 300), 100, 2), ((700,), 256, 0), ((64, 32, 3, 3), 256, 1), ((5,), 1, 1)]
+EMPTY = [((0, 300), 256, 1), ((4, 0), 256, 1)]
+layouts = pytest.mark.parametrize(("shape", "block", "start"), [*LAYOUTS, *EMPTY], ids=str)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+BAD = [float("nan"), float("inf"), -float("inf"), 2e19, 1e-40]
+
+
+def drawn(shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@dtypes
+@layouts
+def test_histograms_are_equal(shape, block, start, dtype):
+    x = drawn(shape, dtype=dtype)
+    for i, bad in enumerate(BAD[: max(0, min(5, x.numel() - 2))]):
+        x.view(-1)[i] = bad
+    expected = reference.histogram(x, block=block, start=start)
+    assert torch.equal(cpu.histogram(x, block=block, start=start), expected)
+
+
+@dtypes
+@layouts
+def test_norms_differ_in_the_order_of_float64_additions_at_most(shape, block, start, dtype):
+    x = drawn(shape, dtype=dtype)
+    got, expected = (f(x, block=block, start=start) for f in (cpu.sum_of_squares, reference.sum_of_squares))
+    torch.testing.assert_close(got, expected, rtol=1e-15, atol=0)
+
+
+def test_a_norm_does_not_depend_on_strides():
+    x = drawn((2000, 300))
+    assert cpu.sum_of_squares(x.t().contiguous().t()) == cpu.sum_of_squares(x)
+
+
+@pytest.mark.parametrize(("book", "ties"), BOOKS.values(), ids=BOOKS)
+def test_codes_are_the_nearest_on_and_beside_every_bound(book, ties):
+    bounds = reference.midpoints(book, ties).clamp(-1, 1)
+    near = [torch.nextafter(bounds, torch.full_like(bounds, to)) for to in (-2.0, 2.0)]
+    x = torch.cat([bounds, *near, drawn(4096).clamp(-1, 1), torch.tensor([1.0, -1.0, 0.0, float("nan")])])
+    x = torch.cat([x, torch.zeros(-len(x) % 256)]).clamp(-1, 1).reshape(-1, 256)
+    x[:, 0] = 1.0  # so that a block's largest magnitude is 1
+    leaf = step.Leaf(x, torch.zeros_like(x), torch.full(x.shape, 128, dtype=torch.uint8), torch.zeros(len(x), 1),
+                     (torch.zeros(len(x), 1),), "block")  # fmt: skip
+    scalars = torch.tensor([[0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0]])
+    cpu.gefen_step([leaf], scalars, book, ties=ties)
+    finite = torch.where(x.isnan().any(1, keepdim=True), float("nan"), x)
+    assert torch.equal(leaf.mu, reference.nearest(finite, book, ties=ties))
+
+
+def test_every_16_bit_number_is_read_as_torch_reads_it():
+    words = np.arange(1 << 16, dtype=np.uint16)
+    bits = torch.from_numpy(words.view(np.int16))
+    for read, dtype in ((cpu_loops.from_bf16, torch.bfloat16), (cpu_loops.from_fp16, torch.float16)):
+        got = torch.tensor([read(word) for word in words], dtype=torch.float32)
+        torch.testing.assert_close(got, bits.view(dtype).float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_numbers_are_rounded_as_torch_rounds_them(dtype):
+    write = cpu_loops.to_bf16 if dtype == torch.bfloat16 else cpu_loops.to_fp16
+    words = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16)
+    exact = words.view(dtype).float()
+    exact = exact[exact.isfinite()]
+    between = exact[:-1] / 2 + exact[1:] / 2
+    x = torch.cat([exact, between, torch.nextafter(between, torch.full_like(between, 9e37)), drawn(5000) * 1e-6])
+    x = torch.cat([x, torch.tensor([65503.9, 65519.9, 65520.0, 1e38, -1e38, 1e-45, float("inf"), float("nan")])])
+    got = torch.from_numpy(np.array([write(v) for v in x.numpy()], dtype=np.uint16).view(np.int16)).view(dtype)
+    torch.testing.assert_close(got.float(), x.to(dtype).float(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_tables_name_the_scalars_in_the_order_of_the_step():
+    names = ("B1", "NOT_B1", "B2", "NOT_B2", "CORRECTION1", "ROOT_CORRECTION2", "EPS", "STEP", "DECAY", "GRAD_SCALE")
+    assert [getattr(cpu_step, name) for name in names] == list(range(len(step.SCALARS)))
+    assert cpu_step.SCALARS == len(step.SCALARS)
+
+
+def test_strided_or_foreign_leaves_are_not_taken():
+    x = drawn((64, 300))
+    leaf = step.Leaf(x, x, torch.zeros(64, 300, dtype=torch.uint8), torch.zeros(64, 2), (torch.zeros(64, 2),), "block")
+    assert cpu.supports(leaf)
+    assert not cpu.supports(leaf._replace(absmax=torch.zeros(2, 64).t()))
+    assert not cpu.supports(leaf._replace(nu=(torch.zeros(64, 2, dtype=torch.float64),)))
+    assert not cpu.supports(leaf._replace(grad=x.double()))
+    assert not cpu.supports(leaf._replace(param=x.to("meta")))
