@@ -19,7 +19,8 @@ _FUNCTIONS_OF_PARAMS = ("mask", "param_labels", "labels")
 class InjectHyperparamsState(NamedTuple):
     """Calls so far (int32 scalar), the hyperparameters of the latest update, and the inner transform's state.
 
-    A hyperparameter is a float64 scalar, or a tree of such scalars, one per leaf of the updates.
+    A hyperparameter is a float64 scalar, or a tree of such scalars, one per leaf of the updates. A number or another
+    0-dim tensor put in its place is one from the next update on.
     """
 
     count: Tensor  # type: ignore[assignment]  # a field may not share the name of a tuple's method
@@ -118,7 +119,8 @@ def _injected(
     ) -> tuple[Updates, InjectHyperparamsState]:
         check_state(state, InjectHyperparamsState)
         _check_values(state.hyperparams, {*schedules, *numbers})
-        values = {**state.hyperparams, **_scheduled(schedules, state.count, dtype)}
+        given = {name: _as_scalar(value, dtype) for name, value in state.hyperparams.items()}
+        values = {**given, **_scheduled(schedules, state.count, dtype)}
         out, inner = factory(values).update(updates, state.inner_state, params, **extra)
         return out, InjectHyperparamsState(state.count + 1, values, inner)
 
@@ -167,6 +169,13 @@ def _scalar(value: Any, dtype: torch.dtype) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(dtype, copy=True)
     return torch.tensor(value, dtype=dtype, device="cpu")
+
+
+def _as_scalar(value: Any, dtype: torch.dtype) -> Any:
+    """What the caller put into the state: a number becomes a scalar, a tree stays."""
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    return _scalar(value, dtype) if isinstance(value, (int, float)) else value
 
 
 def _check_names(static: tuple[str, ...], signature: inspect.Signature) -> None:

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gefen_fn.base import OptState
@@ -117,7 +118,8 @@ def tree_set(state: OptState, filtering: Filter | None = None, /, **parts: Any) 
     Args:
         state: the state of any transform; it is not changed.
         filtering: `filtering(path, value)` keeps only some of the matches.
-        **parts: new values by field name or dictionary key.
+        **parts: new values by field name or dictionary key. A number or 0-dim tensor in the place of a 0-dim tensor
+            becomes one of that tensor's dtype, on its device; all else is put there as it is.
 
     Raises:
         KeyError: if a keyword names no part.
@@ -238,11 +240,20 @@ def _replace_parts(node: Any, path: Path, parts: dict[str, Any], filtering: Filt
     for key, new in parts.items():
         if _matches(key, path, node, filtering):
             used.add(key)
-            return new
+            return _as_scalar(new, node)
     items = _items(node)
     if not items:
         return node
     return _like(node, {key: _replace_parts(x, (*path, str(key)), parts, filtering, used) for key, x in items})
+
+
+def _as_scalar(new: Any, old: Any) -> Any:
+    """A number in the place of a 0-dim tensor, as such a tensor; all else as it is."""
+    if not isinstance(old, Tensor) or old.dim():
+        return new
+    if isinstance(new, Tensor):
+        return new if new.dim() else new.to(old)
+    return torch.tensor(new, dtype=old.dtype, device=old.device) if isinstance(new, (int, float)) else new
 
 
 def _check_like(key: str, got: Any, wanted: Tensor) -> None:

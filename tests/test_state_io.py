@@ -144,6 +144,41 @@ def test_tree_set_replaces_every_match_and_leaves_the_state_alone():
         tree_set(state, absent=1.0)
 
 
+RATES = {
+    "float": 0.25,
+    "int": 1,
+    "fp32": torch.tensor(0.25),
+    "bf16": torch.tensor(0.25, dtype=torch.bfloat16),
+    "float64": torch.tensor(0.25, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("put", ["tree_set", "by hand"])
+@pytest.mark.parametrize("rate", RATES.values(), ids=RATES)
+def test_a_number_put_into_a_state_takes_the_dtype_of_what_it_replaces(rate, put):
+    tx, grads = inject_hyperparams(rated)(0.1), {"w": torch.ones(2)}
+    state = tx.init(grads)
+    if put == "tree_set":
+        new = tree_set(state, learning_rate=rate)
+        assert new.hyperparams["learning_rate"].dtype == torch.float64
+    else:
+        new = state._replace(hyperparams={"learning_rate": rate})
+    _, new = tx.update(grads, new)
+    assert torch.equal(tree_get(new, "learning_rate"), torch.tensor(float(rate), dtype=torch.float64))
+    unflatten_state(flatten_state(new), state)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("learned", True), ("learned", torch.tensor(True)), ("mini_step", 1), ("mini_step", torch.tensor(1))],
+)
+def test_flags_and_counters_keep_their_dtype(field, value):
+    tx = MultiSteps(scale_by_gefen(), 2)
+    state = tree_set(tx.init(params()), **{field: value})
+    assert int(tree_get(state, field)) == 1
+    unflatten_state(flatten_state(state), tx.init(params()))
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_distinct_tensors_are_counted_once(device):
     shared, codes = torch.zeros(10, device=device), torch.zeros(7, dtype=torch.uint8, device=device)
