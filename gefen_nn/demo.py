@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -15,8 +16,21 @@ import torch
 
 from gefen_kernels.ops import warm_up
 from gefen_nn.demo_data import Text, standard_library_text
-from gefen_nn.demo_report import draw, progress_bars, show
-from gefen_nn.demo_train import LABELS, Run, Settings, load_run, same_bits, torch_threads, write_atomically
+from gefen_nn.demo_picture import draw
+from gefen_nn.demo_report import announce, progress_bars, show
+from gefen_nn.demo_train import (
+    LABELS,
+    Run,
+    Settings,
+    load_run,
+    same_bits,
+    torch_threads,
+    validation_steps,
+    write_atomically,
+)
+
+_DATA = "Python's standard library"
+_CHECKPOINT = "half-way.pt"
 
 
 def run_demo(names: Sequence[str], settings: Settings, out: Path, *, as_json: bool = False) -> bool:
@@ -39,10 +53,11 @@ def run_demo(names: Sequence[str], settings: Settings, out: Path, *, as_json: bo
     text = standard_library_text()
     runs = {name: Run(name, settings) for name in names}
     resumed = runs.get("gefen", runs[names[-1]])
-    checkpoint = out / "half-way.pt"
+    checkpoint = out / _CHECKPOINT
+    announce(f"Training on {_DATA}, {text.train.numel() / 1e6:.1f} MB of text, {settings.steps} steps each.")
     with torch_threads(settings.threads):
         _train(list(runs.values()), text, save=(resumed, checkpoint))
-        report = {**_report(runs, text), "compile_s": compiling}
+    report = {**_report(runs, text), "compile_s": compiling}
     report["resume"] = _resume_elsewhere(resumed, checkpoint)
     _publish(report, out, as_json)
     return bool(report["resume"]["equal"])
@@ -63,7 +78,9 @@ def resume_demo(checkpoint: Path, out: Path) -> None:
 
 def _train(runs: list[Run], text: Text, *, save: tuple[Run, Path] | None = None, label: str = "{}") -> None:
     # Runs take turns at each step, so that a busy machine slows all of them alike.
+    # A resumed run is not judged on its way: the uninterrupted one was, and must still have the same bits.
     settings, first = runs[0].settings, runs[0].step
+    judged = validation_steps(settings.steps) if save else set()
     with progress_bars() as bars:
         fields: dict[str, Any] = {"total": settings.steps, "completed": first, "loss": float("nan"), "speed": 0.0}
         tasks = [bars.add_task(label.format(LABELS[run.name]), **fields) for run in runs]
@@ -73,6 +90,8 @@ def _train(runs: list[Run], text: Text, *, save: tuple[Run, Path] | None = None,
             for run, task in zip(runs, tasks, strict=True):
                 loss = run.train_step(text)
                 bars.update(task, advance=1, loss=loss, speed=_tokens_per_second(run))
+                if run.step in judged:
+                    run.validate(text)
 
 
 def _tokens_per_second(run: Run) -> float:
@@ -82,32 +101,34 @@ def _tokens_per_second(run: Run) -> float:
 
 def _report(runs: dict[str, Run], text: Text) -> dict[str, Any]:
     first = next(iter(runs.values()))
-    data = {"train_bytes": text.train.numel(), "validation_bytes": text.validation.numel()}
+    data = {"name": _DATA, "train_bytes": text.train.numel(), "validation_bytes": text.validation.numel()}
     return {
         "parameters": first.parameter_count(),
         "settings": first.settings._asdict(),
         "data": data,
         "torch": torch.__version__,
-        "optimizers": {name: _row(run, text) for name, run in runs.items()},
+        "optimizers": {name: _row(run) for name, run in runs.items()},
     }
 
 
-def _row(run: Run, text: Text) -> dict[str, Any]:
+def _row(run: Run) -> dict[str, Any]:
     return {
         "label": LABELS[run.name],
-        "validation_loss": run.validation_loss(text),
+        "validation_loss": run.validation[-1][1],
         "state_bytes_per_param": run.state_bytes() / run.parameter_count(),
         "step_ms": 1e3 * median(run.step_seconds),
         "optimizer_ms": 1e3 * median(run.optimizer_seconds),
         "first_step_ms": 1e3 * run.step_seconds[0],
         "losses": run.losses,
+        "validation": run.validation,
     }
 
 
 def _resume_elsewhere(run: Run, checkpoint: Path) -> dict[str, Any]:
-    result = checkpoint.with_name("resumed.pt")
-    _call_resume(checkpoint, result)
-    resumed = torch.load(result, weights_only=True)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "resumed.pt"
+        _call_resume(checkpoint, result)
+        resumed = torch.load(result, weights_only=True)
     step = run.settings.steps // 2
     same_losses = resumed["losses"] == run.losses[step:]
     equal = same_losses and same_bits(resumed["tensors"], run.final_tensors())
@@ -130,4 +151,5 @@ def _publish(report: dict[str, Any], out: Path, as_json: bool) -> None:
         print(json.dumps(report))
         return
     show(report)
-    print(f"Wrote demo.json and demo.png to {out}.")
+    megabytes = (out / _CHECKPOINT).stat().st_size / 1e6
+    print(f"Wrote demo.png, demo.json and the checkpoint {_CHECKPOINT} ({megabytes:.1f} MB) to {out}.")

@@ -46,6 +46,7 @@ class Run:
     def __init__(self, name: str, settings: Settings) -> None:
         self.name, self.settings, self.step = name, settings, 0
         self.losses: list[float] = []
+        self.validation: list[tuple[int, float]] = []
         self.step_seconds: list[float] = []
         self.optimizer_seconds: list[float] = []
         with torch.random.fork_rng(devices=[]):
@@ -78,6 +79,14 @@ class Run:
         self.losses.append(loss.item())
         self.step += 1
         return self.losses[-1]
+
+    def validate(self, text: Text) -> None:
+        """Notes the present step and its validation loss; changes nothing that training depends on.
+
+        Args:
+            text: Whose held-out part judges.
+        """
+        self.validation.append((self.step, self.validation_loss(text)))
 
     @torch.no_grad()
     def validation_loss(self, text: Text) -> float:
@@ -128,6 +137,15 @@ def load_run(path: Path) -> Run:
     run.scheduler.load_state_dict(checkpoint["scheduler"])
     run.step = checkpoint["step"]
     return run
+
+
+def validation_steps(steps: int) -> set[int]:
+    """Ten steps spread over the run, fewer in a shorter one, the last of them its end.
+
+    Args:
+        steps: Length of the run.
+    """
+    return {-(-steps * tenth // 10) for tenth in range(1, 11)}
 
 
 def write_atomically(path: Path, content: object) -> None:

@@ -1,5 +1,6 @@
 """The demo, run small through its command line."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -8,11 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.text import Text as Label
 
 from gefen_nn import cli
 from gefen_nn.demo_data import batch_at, standard_library_text
 from gefen_nn.demo_model import Decoder, next_byte_loss
-from gefen_nn.demo_train import OPTIMIZERS, Run, Settings, load_run, same_bits, torch_threads
+from gefen_nn.demo_picture import picture, smoothed
+from gefen_nn.demo_report import show
+from gefen_nn.demo_train import OPTIMIZERS, Run, Settings, load_run, same_bits, torch_threads, validation_steps
 
 TINY = Settings(steps=4, batch=2, context=16, threads=1)
 
@@ -29,21 +33,92 @@ def text():
 
 
 def test_the_demo_trains_both_resumes_to_the_bit_and_leaves_its_report(tmp_path, capsys):
-    assert cli.main(["demo", "--steps", "6", "--seed", "3", "--out", str(tmp_path), "--json"]) == 0
-    report = json.loads((tmp_path / "demo.json").read_text())
-    assert json.loads(capsys.readouterr().out) == report
+    assert cli.main(["demo", "--steps", "3", "--seed", "3", "--out", str(tmp_path), "--json"]) == 0
+    report, printed = json.loads((tmp_path / "demo.json").read_text()), capsys.readouterr()
+    assert json.loads(printed.out) == report
+    assert "Python's standard library" in printed.err
     assert list(report["optimizers"]) == ["adamw", "gefen"]
     for row in report["optimizers"].values():
-        assert len(row["losses"]) == 6
+        assert len(row["losses"]) == 3
         assert row["losses"][-1] < row["losses"][0]
-        assert 0 < row["validation_loss"] < 6
+        assert [step for step, _ in row["validation"]] == [1, 2, 3]
+        assert 0 < row["validation_loss"] == row["validation"][-1][1] < row["validation"][0][1] < 6
         assert 0 < row["optimizer_ms"] <= row["step_ms"]
     assert 7.9 < report["optimizers"]["adamw"]["state_bytes_per_param"] < 8.1
     assert report["optimizers"]["gefen"]["state_bytes_per_param"] < 1.2
     resume = report["resume"]
-    assert (resume["label"], resume["step"], resume["equal"]) == ("Gefen", 3, True)
-    assert resume["losses"] == report["optimizers"]["gefen"]["losses"][3:]
+    assert (resume["label"], resume["step"], resume["equal"]) == ("Gefen", 1, True)
+    assert resume["losses"] == report["optimizers"]["gefen"]["losses"][1:]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png", "half-way.pt"]
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+
+
+def made_up(steps=300, names=("adamw", "gefen"), final=(2.5275, 2.5151), equal=True):
+    """A report as `demo.json` holds it, with losses that fall like the real ones."""
+    rows = {}
+    for name, loss in zip(names, final, strict=False):
+        losses = [loss + 3 * 0.5 ** (9 * step / steps) + 0.2 * (-1) ** step for step in range(steps)]
+        fall = [(step, loss + 3 * 0.5 ** (9 * step / steps)) for step in sorted(validation_steps(steps))]
+        validation = [*fall[:-1], (steps, loss)]
+        times = {"step_ms": 134.6, "optimizer_ms": 4.5, "first_step_ms": 204.0, "state_bytes_per_param": 8.0}
+        rows[name] = {"label": name, "validation_loss": loss, "losses": losses, "validation": validation, **times}
+    return {
+        "parameters": 935_040,
+        "settings": {"steps": steps},
+        "data": {"name": "Python's standard library", "train_bytes": 4_285_015, "validation_bytes": 413_539},
+        "compile_s": 0.8,
+        "optimizers": rows,
+        "resume": {"label": names[-1], "step": steps // 2, "equal": equal},
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"steps": 2}, {"steps": 3000}, {"final": (2.5, 2.5)}, {"final": (0.1, 3.9)}, {"names": ("gefen",)}],
+    ids=["as-usual", "two-steps", "many-steps", "equal-ends", "far-ends", "one-optimizer"],
+)
+def test_no_word_of_the_picture_stands_on_another_or_outside(changes):
+    figure = picture(made_up(**changes))
+    figure.draw_without_rendering()
+    labels = [label for label in figure.findobj(Label) if label.get_visible() and label.get_text().strip()]
+    boxes = {(label.get_text(), index): label.get_window_extent() for index, label in enumerate(labels)}
+    assert [pair for pair in itertools.combinations(boxes, 2) if boxes[pair[0]].overlaps(boxes[pair[1]])] == []
+    assert [text for text, box in boxes.items() if box.x0 < 0 or box.y0 < 0 or box.x1 > 1200 or box.y1 > 500] == []
+
+
+@pytest.mark.parametrize("equal, outcome", [(True, "same bits"), (False, "OTHER BITS")])
+def test_the_picture_says_what_was_trained_on_what_and_how_it_ended(equal, outcome):
+    words = " ".join(label.get_text() for label in picture(made_up(equal=equal)).findobj(Label))
+    for word in ("0.94M", "300 steps", "Python's standard library (4.3 MB)", "2.527", "2.515", "8.00", outcome):
+        assert word in words
+
+
+def test_the_table_names_its_text_and_explains_the_state(capsys):
+    show(made_up())
+    printed = capsys.readouterr().out
+    assert "Text: Python's standard library, 4.3 MB to train on, 0.4 MB held out." in printed
+    assert "vectors and small leaves stay fp32" in printed
+
+
+def test_smoothing_keeps_a_straight_line_at_its_start_and_averages_the_rest():
+    assert smoothed([0.0, 1.0, 2.0, 6.0], 1) == [0.0, 1.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("steps, expected", [(2, [1, 2]), (6, [1, 2, 3, 4, 5, 6]), (300, list(range(30, 301, 30)))])
+def test_a_run_is_judged_ten_times_at_most_and_at_its_end(steps, expected):
+    assert sorted(validation_steps(steps)) == expected
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_validation_on_the_way_changes_no_bit(name, text):
+    judged, alone, before = Run(name, TINY), Run(name, TINY), torch.get_rng_state()
+    for _ in range(4):
+        judged.train_step(text)
+        judged.validate(text)
+        alone.train_step(text)
+    assert judged.losses == alone.losses
+    assert same_bits(judged.final_tensors(), alone.final_tensors())
+    assert torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize(
