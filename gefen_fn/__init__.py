@@ -1,4 +1,32 @@
-"""Functional optimizer transforms for torch: pure `init` and `update` over explicit trees of tensors."""
+"""Functional optimizer transforms for torch: pure `init` and `update` over explicit trees of tensors.
+
+An optimizer is an expression over any tree of tensors, in optax's grammar; its state is a tree of tensors too:
+
+    >>> tx = chain(clip_by_global_norm(1.0), gefen(1e-3, weight_decay=0.1))
+    >>> state = tx.init(params)
+    >>> updates, state = tx.update(grads, state, params)
+    >>> params = apply_updates(params, updates)
+
+`gefen_nn` runs such an expression as a `torch.optim.Optimizer`. The names, all in this module:
+
+- optimizers: `gefen`, `adam`, `adamw`, `lion`, `sgd`
+- base: `GradientTransformation`, `apply_updates`, `incremental_update`, `identity`, `set_to_zero`, `stateless`,
+  `with_extra_args_support`
+- combine: `chain`, `named_chain`, `masked`, `partition`, `inject_hyperparams`, `MultiSteps` with `has_updated`,
+  `apply_if_finite`
+- directions: `scale_by_gefen`, `scale_by_adam`, `scale_by_lion`, `trace`, `ema`
+- scale, decay and clip: `scale`, `scale_by_learning_rate`, `scale_by_schedule`, `add_decayed_weights`, `decay_mask`,
+  `clip`, `clip_by_global_norm`, `clip_by_block_rms`, `adaptive_grad_clip`, `zero_nans`, `global_norm`
+- schedules: `constant_schedule`, `linear_schedule`, `polynomial_schedule`, `piecewise_constant_schedule`,
+  `exponential_decay`, `cosine_decay_schedule`, `warmup_cosine_decay_schedule`, `warmup_stable_decay_schedule`,
+  `join_schedules`
+- quantization: `Dense`, `Block` and `Factored` (the second moment), `FlatBlocks`, `find_block`, `find_blocks`,
+  `calibrate`, `refresh`, `learn_codebook`, `default_codebook`, `gradient_histogram`, `Quantized`, `quantize`,
+  `dequantize`, `requantize`
+- states and reports: `describe`, `state_bytes`, `flatten_state`, `unflatten_state`, `compare_names`, `tree_get`,
+  `tree_set`, `fuse`; a state's class is named like its transform, as `ScaleByAdamState`; what does not fit together
+  raises `StructureError`
+"""
 
 from gefen_fn.accumulate import ApplyIfFiniteState, MultiSteps, MultiStepsState, apply_if_finite, has_updated
 from gefen_fn.adam import ScaleByAdamState, ScaleByLionState, scale_by_adam, scale_by_lion
@@ -66,6 +94,8 @@ from gefen_fn.state_io import (
 )
 from gefen_fn.tree import StructureError
 from gefen_kernels import default_codebook, find_block, learn_codebook
+
+__version__ = "0.1.0"
 
 __all__ = [
     "ApplyIfFiniteState",

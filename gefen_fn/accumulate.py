@@ -49,6 +49,9 @@ def MultiSteps(  # optax's name
     a gradient, and passed on in that dtype. Between updates the updates are zero and `opt` is not called. With k = 1
     there is no accumulator.
 
+    Optax's class of this name is a function here, and its result a transform like any other: `has_updated(state)` tells
+    whether the latest micro-step called `opt`.
+
     Args:
         opt: the transform to call every k micro-steps.
         every_k_schedule: k >= 1, or a function of the updates done so far (int32 scalar).

@@ -155,7 +155,8 @@ def apply_updates(params: Params, updates: Updates) -> Params:
     """Add `updates` to `params`.
 
     The sum is taken in fp32 (float64 for float64 parameters) and rounded once to the parameter's dtype. A `None` update
-    leaves its parameter as it is.
+    leaves its parameter as it is. With parameters that require a gradient call it under `torch.no_grad()` (or detach
+    them first, or take gradients by `torch.func.grad`): else each result drags the graph of all steps before along.
 
     Raises:
         StructureError: if the trees or the shapes of two leaves differ.

@@ -129,7 +129,7 @@ def find_blocks(grads: Tree, *, rule: str = "variance_drop", fallback: bool = Tr
 
     Args:
         grads: gradients; `None` and dense leaves get 256, which nothing reads.
-        rule: `"variance_drop"` or `"log_contrast"`, see `gefen_kernels.block_search.find_block`.
+        rule: `"variance_drop"` or `"log_contrast"`, see `gefen_fn.find_block`.
         fallback: where the rule answers 1, take the memory-safe length instead.
         rowwise: blocks divide a row; else the flattened leaf, and the result belongs in `FlatBlocks`.
 

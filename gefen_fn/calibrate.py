@@ -17,7 +17,8 @@ from gefen_kernels.codebook import learn_codebook
 _UNLEARNED = (
     "The codebook must be learned on the host: got a first `update` under a transform of torch.func, "
     "torch.compile or graph capture. "
-    'Use codebook="fixed", or `state = calibrate(tx, grads, state)` before.'
+    'Use codebook="fixed", or `state = calibrate(tx, grads, state)` before; '
+    "with an optimizer, take one step without torch.compile first."
 )
 
 

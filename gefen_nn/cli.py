@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import gefen_fn
+
 _CHOICES = ("adamw", "gefen")
 
 
@@ -32,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="gefen", description="Optimizers at about one byte of state per parameter.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {gefen_fn.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="train a small decoder, stop, resume, plot"))
     _add_resume(commands.add_parser("demo-resume"))  # without help it stays out of the listing: `demo` calls it

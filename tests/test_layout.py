@@ -1,11 +1,17 @@
 """The shape of the house: who may import whom, what is public, and how long a function may be."""
 
 import ast
+import doctest
 import importlib
 import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
+
+import gefen_fn
+import gefen_nn
+from gefen_nn import cli
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
@@ -93,3 +99,20 @@ def test_every_public_name_resolves_and_is_typed(package):
     assert len(set(module.__all__)) == len(module.__all__)
     assert all(hasattr(module, name) for name in module.__all__)
     assert (PACKAGES[package] / "py.typed").exists()
+
+
+@pytest.mark.parametrize("module", [gefen_fn, gefen_nn], ids=lambda module: module.__name__)
+def test_the_overview_runs_and_names_what_is_public(module):
+    tree = {"w": torch.ones(64, 72)}
+    names = {"params": tree, "grads": tree, "model": torch.nn.Linear(72, 64)}
+    failed, tried = doctest.testmod(module, extraglobs=names)
+    assert tried and not failed
+    functions = [name for name in module.__all__ if name.islower() or module is gefen_nn]
+    assert [name for name in functions if f"`{name}`" not in module.__doc__] == []
+    assert len(module.__doc__.splitlines()) <= 40
+
+
+def test_the_version_is_told_by_both_packages_and_the_command(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"gefen {gefen_fn.__version__}\n"
+    assert gefen_nn.__version__ == gefen_fn.__version__
