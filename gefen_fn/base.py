@@ -115,14 +115,16 @@ class MaskedNode(NamedTuple):
     """Stands where `masked` hides a leaf; a tree without leaves."""
 
 
-def stateless(f: Callable[[Updates, Params | None], Updates], recipe: Recipe | None = None) -> GradientTransformation:
+def stateless(f: Callable[[Updates, Params | None], Updates]) -> GradientTransformation:
     """Make a transform of a function of `(updates, params)`.
 
     Args:
         f: maps the tree of updates (and params, or None) to a tree of updates.
-        recipe: how the transform was made, if not by this function.
     """
+    return _stateless(f, Recipe("stateless", (f,)))
 
+
+def _stateless(f: Callable[[Updates, Params | None], Updates], recipe: Recipe) -> GradientTransformation:
     def init(params: Params) -> EmptyState:
         return EmptyState()
 
@@ -132,17 +134,17 @@ def stateless(f: Callable[[Updates, Params | None], Updates], recipe: Recipe | N
         check_state(state, EmptyState)
         return f(updates, params), state
 
-    return made(recipe or Recipe("stateless", (f,)), init, update)
+    return made(recipe, init, update)
 
 
 def identity() -> GradientTransformation:
     """Return the updates unchanged."""
-    return stateless(lambda updates, params: updates, Recipe("identity"))
+    return _stateless(lambda updates, params: updates, Recipe("identity"))
 
 
 def set_to_zero() -> GradientTransformation:
     """Replace every update by zeros, which freezes its parameter."""
-    return stateless(lambda updates, params: tree_map(torch.zeros_like, updates), Recipe("set_to_zero"))
+    return _stateless(lambda updates, params: tree_map(torch.zeros_like, updates), Recipe("set_to_zero"))
 
 
 def add_rounded(p: Tensor, u: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ def _dense_moment(g: Tensor, mu: Tensor, b1: Scalar) -> tuple[Tensor, Tensor]:
 def _moment(
     rule: _Rule, codebook: Tensor, g: Tensor, mu: Quantized, t: Tensor, layout: LeafLayout, seed: int, b1: Scalar
 ) -> tuple[Tensor, Quantized]:
-    """The moment that drives the update, and the one that is stored (section 1.5 of the paper's algorithm)."""
+    """The moment that drives the update, and the one that is stored: `b1 mu + (1 - b1) g`, and its codes."""
     book, block, start = codebook.to(g.device), layout.block, layout.start
     m = moving_average(b1, reference.decode(*mu, book, block=block, start=start), g)
     noise = None

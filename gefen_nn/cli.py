@@ -63,8 +63,7 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    # Imported here so that `gefen --help` and wrong arguments need neither torch nor the demo's extras.
-
+    # Imported here so that `gefen --help` and wrong arguments do not need the demo's extras.
     from gefen_nn.demo import run_demo
     from gefen_nn.demo_train import Settings
 

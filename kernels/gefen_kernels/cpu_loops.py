@@ -43,6 +43,7 @@ def _pointer(typing_context, address):
 
 @compiled
 def floats(address, count):
+    """fp32 `[count]` at an address."""
     return numba.carray(_pointer(I64(address)), (count,), F32)
 
 
@@ -58,7 +59,8 @@ def _words(address, count):
 
 
 @compiled
-def bytes(address, count):
+def codes_at(address, count):
+    """uint8 `[count]` at an address."""
     return numba.carray(_pointer(I64(address)), (count,), U8)
 
 
@@ -82,6 +84,7 @@ def to_bf16(x):
 
 @compiled
 def from_bf16(word):
+    """The fp32 of 16 bits."""
     return _as_float(U32(word) << U32(16))
 
 
@@ -101,6 +104,7 @@ def to_fp16(x):
 
 @compiled
 def from_fp16(word):
+    """The fp32 of 16 bits, subnormals included."""
     size = U32(U32(word) & U32(0x7FFF))
     wide = U32(size << U32(13))
     finite = _bits(_as_float(wide) * F32(2.0**112))
@@ -269,8 +273,8 @@ def histogram(grad, kind, columns, block, first, last, counts):
                 x = g[j] / top
                 size = abs(x)
                 if size <= F32(1) and size > F32(0):
-                    bin = min(I64(size * F32(2048)), 2047)
-                    counts[2047 - bin if x < 0 else 2048 + bin] += 1
+                    k = min(I64(size * F32(2048)), 2047)
+                    counts[2047 - k if x < 0 else 2048 + k] += 1
 
 
 @compiled

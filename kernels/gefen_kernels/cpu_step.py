@@ -13,8 +13,8 @@ from gefen_kernels.cpu_loops import (
     RUN,
     TINY,
     add_row,
-    bytes,
     close_rows,
+    codes_at,
     compiled,
     encode,
     floats,
@@ -121,7 +121,7 @@ def _apply(leaf, scalars, first, count, d, root, p):
 def _moment(leaf, scalars, code, from_stored, block, first, count, g, m, limits, starts, spare):
     """Decode, average and re-encode one block; `m` becomes the moment that drives the step."""
     book, cells, bounds, comparisons, zeros = code
-    codes = bytes(leaf[MU] + first, count)
+    codes = codes_at(leaf[MU] + first, count)
     scale = floats(leaf[ABSMAX] + 4 * block, 1)
     b1, not_b1, top = scalars[B1], scalars[NOT_B1], scale[0]
     for j in range(count):

@@ -1,0 +1,96 @@
+"""The names that other people's code calls, with the arguments they call them by: a change here breaks that code."""
+
+import inspect
+
+import pytest
+
+import gefen_fn
+import gefen_nn
+
+SIGNATURES = {
+    "apply_updates": "params, updates",
+    "incremental_update": "new_tensors, old_tensors, step_size",
+    "stateless": "f",
+    "identity": "",
+    "set_to_zero": "",
+    "with_extra_args_support": "tx",
+    "chain": "*txs",
+    "named_chain": "*txs",
+    "partition": "transforms, param_labels",
+    "masked": "inner, mask",
+    "scale": "step_size",
+    "scale_by_learning_rate": "learning_rate, *, flip_sign=True",
+    "scale_by_schedule": "step_size_fn",
+    "add_decayed_weights": "weight_decay=0.0, mask=None",
+    "trace": "decay, nesterov=False, accumulator_dtype=None",
+    "ema": "decay, debias=True, accumulator_dtype=None",
+    "scale_by_adam": "b1=0.9, b2=0.999, eps=1e-08, eps_root=0.0, mu_dtype=None, *, nesterov=False",
+    "scale_by_lion": "b1=0.9, b2=0.99, mu_dtype=None",
+    "clip": "max_delta",
+    "clip_by_global_norm": "max_norm",
+    "clip_by_block_rms": "threshold",
+    "adaptive_grad_clip": "clipping, eps=0.001",
+    "zero_nans": "",
+    "apply_if_finite": "inner, max_consecutive_errors",
+    "MultiSteps": "opt, every_k_schedule, use_grad_mean=True, should_skip_update_fn=None",
+    "has_updated": "state",
+    "inject_hyperparams": "inner_factory, static_args=(), hyperparam_dtype=None",
+    "scale_by_gefen": "b1=0.9, b2=0.999, eps=1e-08, *, second_moment=Factored(tile=(128, 256)), b2_warmup=0.9, "
+    "block=256, codebook='learned', drive='m', rounding='nearest'",
+    "constant_schedule": "value",
+    "linear_schedule": "init_value, end_value, transition_steps, transition_begin=0",
+    "cosine_decay_schedule": "init_value, decay_steps, alpha=0.0, exponent=1.0",
+    "exponential_decay": "init_value, transition_steps, decay_rate, transition_begin=0, staircase=False, "
+    "end_value=None",
+    "polynomial_schedule": "init_value, end_value, power, transition_steps, transition_begin=0",
+    "piecewise_constant_schedule": "init_value, boundaries_and_scales=None",
+    "warmup_cosine_decay_schedule": "init_value, peak_value, warmup_steps, decay_steps, end_value=0.0, exponent=1.0",
+    "join_schedules": "schedules, boundaries",
+    "warmup_stable_decay_schedule": "init_value, peak_value, warmup_steps, stable_steps, decay_steps, end_value=0.0",
+    "sgd": "learning_rate, momentum=None, nesterov=False, accumulator_dtype=None",
+    "adam": "learning_rate, b1=0.9, b2=0.999, eps=1e-08, eps_root=0.0, mu_dtype=None, *, nesterov=False",
+    "adamw": "learning_rate, b1=0.9, b2=0.999, eps=1e-08, eps_root=0.0, mu_dtype=None, weight_decay=0.0001, mask=None, "
+    "*, nesterov=False",
+    "lion": "learning_rate, b1=0.9, b2=0.99, mu_dtype=None, weight_decay=0.001, mask=None",
+    "gefen": "learning_rate, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.0, *, mask=None, "
+    "second_moment=Factored(tile=(128, 256)), b2_warmup=0.9, block=256, codebook='learned', drive='m', "
+    "rounding='nearest'",
+    "quantize": "tree_or_tensor, codebook, *, block=256",
+    "dequantize": "q, codebook, *, block=256, like=None",
+    "requantize": "q, old, new, *, block=256",
+    "learn_codebook": "histogram, *, levels=256, zero=True, symmetric=True",
+    "gradient_histogram": "grads, *, block=256",
+    "default_codebook": "",
+    "calibrate": "tx, grads, state, params=None",
+    "refresh": "tx, grads, state, params=None",
+    "find_blocks": "grads, *, rule='variance_drop', fallback=True, rowwise=True",
+    "fuse": "tx",
+    "describe": "tx, params",
+    "flatten_state": "state",
+    "unflatten_state": "flat, like, *, strict=True",
+    "state_bytes": "state, *, world='local'",
+    "decay_mask": "params",
+}
+ADAPTERS = {
+    "TransformOptimizer": "params, tx, *, fused=None",
+    "Gefen": "params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, amsgrad=False, *, foreach=None, "
+    "maximize=False, capturable=False, differentiable=False, fused=None, second_moment=Factored(tile=(128, 256)), "
+    "b2_warmup=0.9, block=256, codebook='learned', stochastic_rounding=False, deterministic=False, "
+    "error_if_nonfinite=False",
+}
+
+
+def arguments(function):
+    """The signature without annotations and positional-only marks."""
+    given = [p.replace(annotation=inspect.Parameter.empty) for p in inspect.signature(function).parameters.values()]
+    return str(inspect.Signature(given)).removeprefix("(").removesuffix(")")
+
+
+@pytest.mark.parametrize(("name", "expected"), SIGNATURES.items(), ids=SIGNATURES)
+def test_functions_keep_their_arguments(name, expected):
+    assert name in gefen_fn.__all__ and arguments(getattr(gefen_fn, name)) == expected
+
+
+@pytest.mark.parametrize(("name", "expected"), ADAPTERS.items(), ids=ADAPTERS)
+def test_optimizers_keep_their_arguments(name, expected):
+    assert name in gefen_nn.__all__ and arguments(getattr(gefen_nn, name)) == expected
