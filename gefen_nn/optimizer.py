@@ -1,5 +1,6 @@
 """A `torch.optim.Optimizer` over any transform: one state tree, groups by name, one assignment per step."""
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy, deepcopy
@@ -14,6 +15,7 @@ from gefen_fn.fuse import fuse
 from gefen_fn.program import at, put
 from gefen_fn.scalar import squares_are_finite
 from gefen_fn.tree import StructureError, check_floating
+from gefen_kernels import ops
 from gefen_nn import checkpoint, groups, state_view
 
 
@@ -69,6 +71,16 @@ class TransformOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**groups.group_defaults(injection.tx, self._keys, self.block), **self._start})
         self._sync()
         self._ready = True
+        self._warn_if_slow()
+
+    def _warn_if_slow(self) -> None:
+        devices = {p.device for p in self._tracked().values()} if self._fused is not None else set()
+        for needs in {ops.missing(device) for device in devices} - {None}:
+            warnings.warn(
+                f"{needs} is not installed, so steps take the pure path, some 20 times slower. "
+                "Install gefen-fn with the extra `cpu` or `gpu`, or pass fused=False.",
+                stacklevel=3,
+            )
 
     def __repr__(self) -> str:
         """Torch's form without the keys that never change, with the expression."""

@@ -36,6 +36,7 @@ from gefen_fn import (
     set_to_zero,
 )
 from gefen_kernels import cpu, ops
+from gefen_nn import Gefen
 
 SHAPES = {
     "embed": (70, 300),
@@ -360,3 +361,13 @@ def test_a_mask_inside_a_partition_sees_the_leaves_of_its_part():
     updates, _ = tx.update(grads, tx.init(plain), plain)
     fuse(tx)(grads, tx.init(fused), fused)
     assert differing(apply_updates(plain, updates), fused) == []
+
+
+def test_a_missing_back_end_is_said_once_where_it_would_have_been_used(monkeypatch):
+    monkeypatch.setattr(ops, "_BACK_ENDS", {"cpu": ("no_such_package", "gefen_kernels.cpu")})
+    assert ops.back_end(torch.device("cpu")) is None
+    with pytest.warns(UserWarning, match="no_such_package is not installed"):
+        Gefen([torch.nn.Parameter(torch.ones(64, 100))])
+    Gefen([torch.nn.Parameter(torch.ones(64, 100))], fused=False)
+    monkeypatch.setenv("GEFEN_REFERENCE", "1")
+    Gefen([torch.nn.Parameter(torch.ones(64, 100))])

@@ -24,6 +24,13 @@ def back_end(device: torch.device) -> ModuleType | None:
     return _load(*_BACK_ENDS[device.type]) if device.type in _BACK_ENDS else None
 
 
+def missing(device: torch.device) -> str | None:
+    """The package for want of which tensors of a device take the reference; None if it is there, or not asked for."""
+    needs = _BACK_ENDS.get(device.type, (None, ""))[0]
+    asked = os.environ.get("GEFEN_REFERENCE", "0") not in ("", "0")
+    return None if asked or needs is None or back_end(device) is not None else needs
+
+
 def warm_up() -> float:
     """Let the CPU's back end compile, or load what an earlier process compiled, before anything is timed.
 
