@@ -15,8 +15,24 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
+# Optimizers side by side; with `make bench-peers` other packages too, from an environment of their own, which `bench`
+# then uses as well. Options: `make bench ARGS='--scale small --dtype fp32'`, all of them: ARGS=--help.
+PEERS := .venv-peers
+
 bench: $(STAMP)
-	$(BIN)/python -m tests.benchmarks
+	$(if $(wildcard $(PEERS)/.installed),$(PEERS),$(VENV))/bin/python -m tests.benchmarks $(ARGS)
+
+.PHONY: bench-peers
+bench-peers: $(PEERS)/.installed
+	$(PEERS)/bin/python -m tests.benchmarks $(ARGS)
+
+# gefen and gefen-x both bring a package called `gefen`: one of them gets a folder of its own.
+$(PEERS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --editable '.[demo]' \
+		gefen-x==0.5.0 torchao==0.18.0 bitsandbytes==0.50.2
+	$(PEERS)/bin/pip install --quiet --no-deps --target $(PEERS)/gefen-original gefen==1.2.3
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
