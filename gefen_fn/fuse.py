@@ -16,12 +16,13 @@ from gefen_fn.base import GradientTransformation, OptState, Params, Updates, wri
 from gefen_fn.calibrate import learn_from
 from gefen_fn.clip import clip_factor, global_norm
 from gefen_fn.gefen import ScaleByGefenState
-from gefen_fn.plan import Launch, StepPlan, Work, kernels_of, make_plan
+from gefen_fn.plan import Launch, StepPlan, Work, kernels_of, make_plan, share_memory
 from gefen_fn.program import Part, Program, Stage, at, put, recognise
 from gefen_fn.scalar import check_state, multiply
 from gefen_fn.scale import need_params
 from gefen_fn.step_values import advanced, scalars_of, value_of
 from gefen_fn.tree import check_floating, tree_leaves, tree_map, tree_parts, tree_structure, tree_unflatten
+from gefen_kernels import reference
 
 _GUARDS: dict[str, Callable[..., GradientTransformation]] = {
     "MultiSteps": MultiSteps,
@@ -58,7 +59,7 @@ class Step:
             **extra: passed to the pure path.
 
         Returns:
-            The new state, mostly of the same tensors.
+            The state, of the same tensors: whoever holds one of them sees the step, as with `torch.optim`.
 
         Raises:
             StructureError: if gradients, state and params do not fit.
@@ -68,24 +69,22 @@ class Step:
             if g is not None:
                 check_floating(g, p)
         plan = self._planned(grads, state, params)
-        if not plan.launches or _must_move_codes(program, plan, state):
-            return self._pure(grads, state, params, **extra)
+        if not plan.launches or share_memory(plan, leaves) or _must_move_codes(program, plan, state):
+            updates, new = self._tx.update(grads, state, params, **extra)
+            write_updates(params, updates)
+            return _write(state, new)
         factor = _clip_factor(program.clip, leaves, state)
-        state = _learned(program, plan, leaves, state, factor)
-        runs = [_prepared(program, launch, leaves, grads, state, factor) for launch in plan.launches]
+        new = _learned(program, plan, leaves, state, factor)
+        runs = [_prepared(program, launch, leaves, grads, new, factor) for launch in plan.launches]
         left = [None if i in plan.fused else g for i, g in enumerate(leaves)]
         if program.whole and all(g is None for g in left):
-            state = advanced(program, state)
+            new = advanced(program, new)
         else:
-            state = self._pure(tree_unflatten(tree_structure(grads), left), state, params, **extra)
+            updates, new = self._tx.update(tree_unflatten(tree_structure(grads), left), new, params, **extra)
+            write_updates(params, updates)
         for run in runs:
             run()
-        return state
-
-    def _pure(self, grads: Updates, state: OptState, params: Params, **extra: Any) -> OptState:
-        updates, state = self._tx.update(grads, state, params, **extra)
-        write_updates(params, updates)
-        return state
+        return _write(state, new)
 
     def _planned(self, grads: Updates, state: OptState, params: Params) -> StepPlan:
         """The plan of the last step, if all that it rests on is the same and where it was."""
@@ -100,6 +99,14 @@ class Step:
         if old is None or old.facts != facts or not all(map(operator.is_, old.key, key)):
             old = self._plan = make_plan(self.program, grads, state, params, key, facts)
         return old
+
+
+def _write(state: OptState, new: OptState) -> OptState:
+    """Put what is new into the tensors of the state, so that all of it moves together."""
+    for old, x in zip(tree_leaves(state), tree_parts(state, new), strict=True):
+        if isinstance(old, Tensor) and x is not old:
+            old.copy_(x)
+    return state
 
 
 class GuardedStep:
@@ -179,15 +186,16 @@ def _learned(
         counts = torch.zeros(4096, dtype=torch.int64, device="cpu")
         for work in plan.works:
             if work.part is part and not work.layout.dense:
-                counts += _histogram(work, leaves[work.index], factor)
+                counts += _histogram(work, leaves[work.index], factor, fused=work.index in plan.fused)
         book, learned = learn_from(counts, stage.codebook, stage.learned)
         state = put(state, part.core.path, stage._replace(codebook=book, learned=learned))
     return state
 
 
-def _histogram(work: Work, grad: Tensor, factor: Tensor | None) -> Tensor:
+def _histogram(work: Work, grad: Tensor, factor: Tensor | None, *, fused: bool) -> Tensor:
     g = grad if factor is None else multiply(factor, grad)
-    counts: Tensor = kernels_of(g).histogram(g, block=work.layout.block, start=work.layout.start)
+    module = kernels_of(g) if fused else reference
+    counts: Tensor = module.histogram(g, block=work.layout.block, start=work.layout.start)
     return counts.cpu()
 
 

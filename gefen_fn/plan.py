@@ -1,6 +1,8 @@
 """Which leaves a back end steps, and what it keeps of them from step to step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -104,6 +106,8 @@ def make_plan(
     leaves = tree_leaves(grads)
     works = _works(program, grads, state, params)
     taken = [work for work in works if _takes(work, leaves[work.index])]
+    if _overlap([work.param for work in taken]):
+        taken = []  # tied memory: what one leaf writes another would read
     if program.clip is not None and len(taken) < sum(g is not None for g in leaves):
         taken = []  # the norm is over all leaves, so all go one way
     launches = []
@@ -154,6 +158,24 @@ def _decays(part: Part, shown: list[int], grads: Updates, params: Params) -> lis
         leaves, own = ([x if i in seen else None for i, x in enumerate(xs)] for xs in (leaves, own))
     spec = tree_structure(grads)
     return bools(choices_of(part.mask, tree_unflatten(spec, leaves), tree_unflatten(spec, own)))
+
+
+def _overlap(tensors: Sequence[Tensor]) -> bool:
+    """Whether two tensors, or two entries of one, share memory."""
+    spans = sorted((x.data_ptr(), x.data_ptr() + x.element_size() * _reach(x)) for x in tensors if x.numel())
+    expanded = any(stride == 0 and size > 1 for x in tensors for size, stride in zip(x.shape, x.stride(), strict=True))
+    return expanded or any(a[1] > b[0] for a, b in pairwise(spans))
+
+
+def _reach(x: Tensor) -> int:
+    """Entries from the first to the last in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def share_memory(plan: StepPlan, grads: Sequence[Tensor | None]) -> bool:
+    """Whether a gradient lies in the memory of a parameter that a back end writes."""
+    written = {work.param.untyped_storage().data_ptr() for launch in plan.launches for work in launch.works}
+    return any(g is not None and g.numel() and g.untyped_storage().data_ptr() in written for g in grads)
 
 
 def _ties(part: Part) -> reference.Ties:

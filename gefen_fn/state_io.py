@@ -162,13 +162,13 @@ def _map_stages(f: Callable[[str, Tensor], Tensor], node: Any, seen: dict[str, i
         stage = _stage_name(type(node), seen)
         parts = {name: _map_field(f, stage, name, getattr(node, name), seen) for name in node._fields}
         return type(node)(**parts)
-    if _holds_stages(node):
+    if holds_stages(node):
         return _like(node, {key: _map_stages(f, value, seen) for key, value in _items(node)})
     return _map_leaves(f, "state", node)
 
 
 def _map_field(f: Callable[[str, Tensor], Tensor], stage: str, name: str, value: Any, seen: dict[str, int]) -> Any:
-    is_inner = name.startswith("inner") and (_is_stage(value) or _holds_stages(value))
+    is_inner = name.startswith("inner") and (_is_stage(value) or holds_stages(value))
     return _map_stages(f, value, seen) if is_inner else _map_leaves(f, f"{stage}.{name}", value)
 
 
@@ -190,12 +190,12 @@ def _is_stage(node: Any) -> bool:
     return _is_namedtuple(node) and type(node).__name__.endswith("State")
 
 
-def _holds_stages(node: Any) -> bool:
-    """A chain's tuple, a partition's dictionary, or something of the like inside another."""
+def holds_stages(node: Any) -> bool:
+    """Whether a part of a state is a chain's tuple, a partition's dictionary, or the like, with stages inside."""
     if _is_namedtuple(node) or not isinstance(node, (tuple, list, dict)):
         return False
     children = [value for _, value in _items(node)]
-    return all(_is_stage(x) or _holds_stages(x) for x in children)
+    return all(_is_stage(x) or holds_stages(x) for x in children)
 
 
 def _stage_name(cls: type, seen: dict[str, int]) -> str:

@@ -69,7 +69,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._checked: list[dict[str, Any]] = []
         self._ready = False
         super().__init__(params, {**groups.group_defaults(injection.tx, self._keys, self.block), **self._start})
-        self._sync()
+        self._accept()
         self._ready = True
         self._warn_if_slow()
 
@@ -125,24 +125,29 @@ class TransformOptimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            self._accept()
+            self._accept_group()
+            if self._ready:
+                self._accept()
         except BaseException:  # whatever it was, a label function's error among them, the group is not there
             self.param_groups.pop()
             raise
 
-    def _accept(self) -> None:
-        names = [name for member in self._members() for name in member]
-        params = [p for group in self.param_groups for p in group["params"]]
-        if len(set(names)) != len(names) or len(set(params)) != len(params):
-            repeated = sorted({n for n in names if names.count(n) > 1})
-            raise ValueError(f"Each parameter and name appears once: got {repeated or 'a tensor'} twice. Drop one.")
+    def _accept_group(self) -> None:
+        """Refuse the last group for its own sake; a group of an expression says so itself."""
         for p in self.param_groups[-1]["params"]:
             check_floating(p)
         self._check_group(self.param_groups[-1])
         if not self._keys:
             self.param_groups[-1] = groups.ExpressionGroup(self.param_groups[-1])
-        if self._ready:
-            self._sync()
+
+    def _accept(self) -> None:
+        """Refuse names or parameters that stand twice; make state for those that are new."""
+        names = [name for member in self._members() for name in member]
+        params = [p for group in self.param_groups for p in group["params"]]
+        if len(set(names)) != len(names) or len(set(params)) != len(params):
+            repeated = sorted({n for n in names if names.count(n) > 1})
+            raise ValueError(f"Each parameter and name appears once: got {repeated or 'a tensor'} twice. Drop one.")
+        self._sync()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a group, or a saved group's values; tensors are read."""

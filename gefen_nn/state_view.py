@@ -1,7 +1,7 @@
 """Seeing one state tree as torch sees state: a dictionary per parameter.
 
-A dictionary in the state whose keys are the parameters' names holds one subtree per parameter; every other leaf belongs
-to no parameter and is shown in each parameter's dictionary.
+A dictionary in the state whose keys are the parameters' names, and whose values are no stages, holds one subtree per
+parameter; every other leaf belongs to no parameter and is shown in each parameter's dictionary.
 """
 
 import copy
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import OptState
-from gefen_fn.state_io import flatten_state
+from gefen_fn.state_io import flatten_state, holds_stages
 from gefen_fn.tree import StructureError
 
 
@@ -34,7 +34,7 @@ def _children(f: Visit, node: Any, names: Collection[str], owner: str | None, de
 
 def _map_dict(f: Visit, node: dict[Any, Any], names: Collection[str], owner: str | None, depth: int) -> Any:
     out = copy.copy(node)
-    owned = owner is None and bool(names) and set(node) == set(names)
+    owned = owner is None and bool(names) and set(node) == set(names) and not holds_stages(node)
     below = depth + (owner is not None)
     for key in sorted(node, key=str):
         out[key] = _map_leaves(f, node[key], names, key if owned else owner, below)

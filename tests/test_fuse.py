@@ -1,5 +1,6 @@
 """A fused step is the unfused one: the same bits in parameters and state, on whatever back end is there."""
 
+import copy
 import weakref
 
 import pytest
@@ -35,6 +36,7 @@ from gefen_fn import (
     scale_by_gefen,
     set_to_zero,
 )
+from gefen_fn.base import write_updates
 from gefen_kernels import cpu, ops
 from gefen_nn import Gefen
 
@@ -371,3 +373,91 @@ def test_a_missing_back_end_is_said_once_where_it_would_have_been_used(monkeypat
     Gefen([torch.nn.Parameter(torch.ones(64, 100))], fused=False)
     monkeypatch.setenv("GEFEN_REFERENCE", "1")
     Gefen([torch.nn.Parameter(torch.ones(64, 100))])
+
+
+def test_leaves_of_different_dtypes_step_together():
+    shapes = {"a": torch.float32, "b": torch.float64, "c": torch.bfloat16}
+    tx, plain = gefen(1e-2), {k: noise((64, 64), i, dtype) for i, (k, dtype) in enumerate(shapes.items())}
+    fused, grads = {k: p.clone() for k, p in plain.items()}, {k: p.flip(0) for k, p in plain.items()}
+    updates, state = tx.update(grads, tx.init(plain), plain)
+    other = fuse(tx)(grads, tx.init(fused), fused)
+    assert differing(apply_updates(plain, updates), fused) == []
+    assert differing(flatten_state(state), flatten_state(other)) == []
+
+
+@pytest.mark.parametrize("name", ["gefen", "injected", "clip by a schedule", "partition", "accumulating"])
+def test_the_state_stays_the_same_tensors(name):
+    tx = EXPRESSIONS[name]()
+    step, params = fuse(tx), {k: noise(s, 9, torch.float32) for k, s in SHAPES.items()}
+    state = tx.init(params)
+    before = flatten_state(state)
+    for t in range(3):
+        state = step(gradients(t, torch.float32), state, params)
+    after = flatten_state(state)
+    assert name == "accumulating" or all(after[k] is x for k, x in before.items())
+
+
+def test_a_state_dict_moves_as_one():
+    p, start = torch.nn.Parameter(noise((64, 64), 0, torch.float32)), noise((64, 64), 0, torch.float32)
+    optimizer, ends = Gefen([p], lr=1e-2), []
+    saved = copy.deepcopy(optimizer.state_dict())
+    held = optimizer.state_dict()
+    for _ in range(2):
+        p.grad = noise((64, 64), 1, torch.float32)
+        optimizer.step()
+        ends.append(p.detach().clone())
+        optimizer.load_state_dict(saved)
+        p.data.copy_(start)
+    assert torch.equal(*ends)
+    assert held["state"][0]["scale_by_gefen.learned"] and held["state"][0]["scale_by_gefen.count"] == 1
+
+
+def tied(x):
+    return [x, x]
+
+
+def shifted(x):
+    return [x[:64], x[1:]]
+
+
+@pytest.mark.parametrize("make", [tied, shifted])
+def test_parameters_that_share_memory_are_stepped_one_after_the_other(make):
+    tx = gefen(1e-1, weight_decay=0.1)
+    plain, fused = (make(noise((65, 300), 3, torch.float32)) for _ in range(2))
+    grads = [noise(p.shape, i, torch.float32) for i, p in enumerate(plain)]
+    updates, _ = tx.update(grads, tx.init(plain), plain)
+    write_updates(plain, updates)
+    fuse(tx)(grads, tx.init(fused), fused)
+    assert all(torch.equal(a, b) for a, b in zip(plain, fused, strict=True))
+
+
+def test_gradients_in_the_memory_of_other_parameters_are_read_before_any_is_written():
+    tx, plain = gefen(1e-1), [noise((64, 300), i, torch.float32) for i in range(2)]
+    fused = [p.clone() for p in plain]
+    updates, _ = tx.update(plain[::-1], tx.init(plain), plain)
+    fuse(tx)(fused[::-1], tx.init(fused), fused)
+    assert all(torch.equal(a, b) for a, b in zip(apply_updates(plain, updates), fused, strict=True))
+
+
+def test_an_expanded_parameter_is_refused_before_anything_changes():
+    tx, p = gefen(1e-2, codebook="fixed"), torch.ones(1, 100).expand(70, 100)
+    state = tx.init(p)
+    before = {k: x.clone() for k, x in flatten_state(state).items()}
+    with pytest.raises(RuntimeError):
+        fuse(tx)(noise((70, 100), 0, torch.float32), state, p)
+    assert differing(before, flatten_state(state)) == []
+
+
+def test_a_lazily_negated_gradient_is_read_with_its_sign():
+    tx, p, q = gefen(1e-2), torch.ones(64, 100), torch.ones(64, 100)
+    g = noise((64, 100), 0, torch.float32)
+    fuse(tx)(torch._neg_view(g), tx.init(p), p)
+    fuse(tx)(-g, tx.init(q), q)
+    assert torch.equal(p, q)
+
+
+def test_a_block_longer_than_any_leaf_costs_nothing():
+    tx, p, q = gefen(1e-2, block=10**11), torch.ones(64, 100), torch.ones(64, 100)
+    g = noise((64, 100), 0, torch.float32)
+    fuse(tx)(g, tx.init(p), p)
+    assert torch.equal(p, apply_updates(q, tx.update(g, tx.init(q), q)[0]))

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from gefen_fn.accumulate import MultiSteps, apply_if_finite
+from gefen_fn.adam import scale_by_adam
 from gefen_fn.alias import adamw, gefen, sgd
 from gefen_fn.clip import clip_by_global_norm
 from gefen_fn.combine import chain, named_chain, partition
 from gefen_fn.inject import inject_hyperparams
+from gefen_fn.scale import scale
 from gefen_fn.tree import StructureError
 from gefen_nn.optimizer import TransformOptimizer
 from tests.small_net import backward, bits, flat, injected, model, same, train
@@ -273,3 +275,18 @@ def test_a_group_that_cannot_be_labelled_leaves_no_trace() -> None:
         optimizer.add_param_group({"params": [("b", nn.Parameter(torch.ones(3)))]})
     assert len(optimizer.param_groups) == 1
     optimizer.step()
+
+
+@pytest.mark.parametrize("stages", ["labels", "names"])
+def test_labels_and_stage_names_may_be_parameter_names(stages: str) -> None:
+    tx = named_chain(("w", scale_by_adam()), ("b", scale(-0.1)))
+    if stages == "labels":
+        tx = partition({"w": adamw(1e-2), "b": adamw(1e-2)}, lambda params: {k: k for k in params})
+    p, q = (nn.Parameter(torch.ones(8, 8)) for _ in range(2))
+    optimizer = TransformOptimizer([("w", p), ("b", q)], tx)
+    p.grad, q.grad = torch.ones(8, 8), torch.ones(8, 8)
+    optimizer.step()
+    assert {key.rsplit(".", 1)[-1] for key in optimizer.state[q]} == {"count", "mu", "nu"}
+    assert all(
+        leaves["scale_by_adam.count"] == 1 for leaves in optimizer.state.values() if "scale_by_adam.count" in leaves
+    )

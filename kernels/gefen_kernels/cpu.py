@@ -1,10 +1,11 @@
 """The CPU back end: the whole step in place, each gradient read from memory once, on as many threads as torch uses.
 
-It gives the reference's bits, whatever the number of threads, and needs numba (the extra `cpu`). Code is compiled at
-the first call and kept for later processes.
+It gives the reference's bits, NaNs' payloads and the order of a norm's float64 additions aside, whatever the number of
+threads. It needs numba (the extra `cpu`); code is compiled at the first call and kept for later processes.
 """
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -71,7 +72,8 @@ def supports(leaf: Leaf) -> bool:
     known = leaf.grad.dtype in _KINDS and leaf.param.dtype in _KINDS
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
     typed = leaf.mu.dtype in (torch.uint8, torch.float32) and all(t.dtype == torch.float32 for t in scales)
-    return known and plain and typed and all(t.is_contiguous() for t in (leaf.mu, *scales))
+    laid = all(t.is_contiguous() for t in (leaf.mu, *scales)) and not leaf.param.is_neg()
+    return known and plain and typed and laid
 
 
 def warm_up() -> None:
@@ -152,7 +154,7 @@ def run_step(
     """Step the leaves of a plan with these gradients, of the planned shapes and dtypes; see `gefen_step`."""
     if not plan.kept:
         return
-    read = [grads[n].contiguous() for n in plan.kept]
+    read = [grads[n].resolve_neg().contiguous() for n in plan.kept]
     written = [p.contiguous() for p in plan.params]
     plan.table[:, cpu_step.GRAD] = [g.data_ptr() for g in read]
     plan.table[:, cpu_step.PARAM] = [p.data_ptr() for p in written]
@@ -189,7 +191,7 @@ def _row(leaf: Leaf) -> list[int]:
         cpu_step.ROWS: rows,
         cpu_step.COLUMNS: columns,
         cpu_step.ENTRIES: leaf.param.numel(),
-        cpu_step.BLOCK: leaf.block,
+        cpu_step.BLOCK: min(leaf.block, max(columns, 1)),
         cpu_step.POLICY: cpu_step.DENSE_LEAF if dense else _POLICIES[leaf.policy],
         cpu_step.TILE_ROWS: height,
         cpu_step.TILE_COLUMNS: width,
@@ -272,7 +274,8 @@ def _tiles(index: int, row: list[int]) -> Iterator[tuple[int, int, int, int, int
 
 def share(work: Callable[[Ints], Any], tasks: Ints, entries: int) -> list[Any]:
     """Call `work` on parts of the tasks, on as many threads as torch uses; return its results in order."""
-    threads = min(torch.get_num_threads(), len(tasks)) if entries > _ALONE else 1
+    ending = not threading.main_thread().is_alive()  # no thread may be started then
+    threads = min(torch.get_num_threads(), len(tasks)) if entries > _ALONE and not ending else 1
     parts = np.array_split(tasks, min(len(tasks), 8 * threads) if threads > 1 else 1)
     if threads == 1:
         return [work(part) for part in parts]
@@ -285,7 +288,7 @@ def histogram(x: Tensor, *, block: int, start: int = 1) -> Tensor:
 
     def work(x: Tensor, columns: int, rows: Ints) -> Ints:
         counts = np.zeros(4096, np.int64)
-        loops.histogram(x.data_ptr(), _KINDS[x.dtype], columns, block, rows[0, 0], rows[-1, 1], counts)
+        loops.histogram(x.data_ptr(), _KINDS[x.dtype], columns, min(block, columns), rows[0, 0], rows[-1, 1], counts)
         return counts
 
     return torch.from_numpy(sum(_over_rows(work, x, start), np.zeros(4096, np.int64)))
@@ -295,7 +298,9 @@ def sum_of_squares(x: Tensor, *, block: int = 256, start: int = 1) -> Tensor:
     """The sum of `reference.sum_of_squares`, 0-dim float64; only the float64 additions may be in another order."""
 
     def work(x: Tensor, columns: int, rows: Ints) -> float:
-        return float(loops.sum_of_squares(x.data_ptr(), _KINDS[x.dtype], columns, block, rows[0, 0], rows[-1, 1]))
+        return float(
+            loops.sum_of_squares(x.data_ptr(), _KINDS[x.dtype], columns, min(block, columns), rows[0, 0], rows[-1, 1])
+        )
 
     return torch.tensor(sum(_over_rows(work, x, start), 0.0), dtype=torch.float64, device="cpu")
 
@@ -304,7 +309,7 @@ def _over_rows(work: Callable[[Tensor, int, Ints], Any], x: Tensor, start: int) 
     """`work(x, columns, rows)` on parts of the rows of a leaf."""
     if not x.numel():
         return []
-    x = x.contiguous()
+    x = x.resolve_neg().contiguous()
     columns = int(np.prod(x.shape[start:], dtype=np.int64))
     rows, step = x.numel() // columns, max(1, _TASK // columns)
     tasks = np.array([(first, min(first + step, rows)) for first in range(0, rows, step)], np.int64)
