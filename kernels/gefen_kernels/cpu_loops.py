@@ -4,6 +4,9 @@ LLVM vectorises short loops over one dimension and, without `fastmath`, neither 
 changes the order of a sum.
 """
 
+import zlib
+from pathlib import Path
+
 import numba
 import numpy as np
 from numba.core import types
@@ -17,6 +20,14 @@ HALF_CELLS = 8192
 FP32, BF16, FP16 = range(3)
 
 
+if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # numba sets it from the environment
+    raise ImportError("NUMBA_DISABLE_JIT is set, and these loops are nothing without a compiler")
+
+compiled = numba.njit(nogil=True, error_model="numpy")
+# For what is called once a block: an array is passed as seven numbers, and a call costs as much as a short loop.
+inlined = numba.njit(nogil=True, error_model="numpy", inline="always")
+
+
 def _may_cache() -> bool:
     """Whether numba finds a folder to keep compiled code in; it refuses to build a cached function without one."""
     try:
@@ -26,9 +37,19 @@ def _may_cache() -> bool:
     return True
 
 
-compiled = numba.njit(cache=_may_cache(), nogil=True, error_model="numpy")
-# For what is called once a block: an array is passed as seven numbers, and a call costs as much as a short loop.
-inlined = numba.njit(cache=_may_cache(), nogil=True, error_model="numpy", inline="always")
+def _sources() -> int:
+    """A checksum of the loops' sources."""
+    files = [Path(__file__), Path(__file__).with_name("cpu_step.py")]
+    return zlib.crc32(b"".join(file.read_bytes() for file in files))
+
+
+def kept(build):
+    """Compile the function that `build(source)` returns, and keep it for later processes.
+
+    numba looks for changes in the function's own file only, while code of both files is compiled into it: the checksum
+    of both, a constant of the function, is part of what the kept code is found by.
+    """
+    return numba.njit(cache=_may_cache(), nogil=True, error_model="numpy")(build(_sources()))
 
 
 @intrinsic
@@ -260,33 +281,45 @@ def encode(x, count, top, cells, bounds, comparisons, zeros, codes, starts, limi
         codes[j] = U8(U32(128) if not abs(ratio) <= F32(1) or U32(k - first) < span else k)
 
 
-@compiled
-def histogram(grad, kind, columns, block, first, last, counts):
+@kept
+def histogram(source):
     """Count the entries of rows `first..last`, divided by their block's largest magnitude, into `counts`."""
-    g = np.empty(block, F32)
-    for r in range(first, last):
-        for left in range(0, columns, block):
-            count = min(block, columns - left)
-            load(kind, grad, r * columns + left, count, g)
-            top = largest(g, count)
-            for j in range(count):
-                x = g[j] / top
-                size = abs(x)
-                if size <= F32(1) and size > F32(0):
-                    k = min(I64(size * F32(2048)), 2047)
-                    counts[2047 - k if x < 0 else 2048 + k] += 1
+
+    def run(grad, kind, columns, block, first, last, counts):
+        if source < 0:  # never: it makes the checksum a constant of this function
+            return
+        g = np.empty(block, F32)
+        for r in range(first, last):
+            for left in range(0, columns, block):
+                count = min(block, columns - left)
+                load(kind, grad, r * columns + left, count, g)
+                top = largest(g, count)
+                for j in range(count):
+                    x = g[j] / top
+                    size = abs(x)
+                    if size <= F32(1) and size > F32(0):
+                        k = min(I64(size * F32(2048)), 2047)
+                        counts[2047 - k if x < 0 else 2048 + k] += 1
+
+    return run
 
 
-@compiled
-def sum_of_squares(grad, kind, columns, block, first, last):
+@kept
+def sum_of_squares(source):
     """Sum of squares of rows `first..last`: each block by the tree in fp32, blocks in float64."""
-    g, work = np.empty(block, F32), np.empty(block, F32)
-    total = 0.0
-    for r in range(first, last):
-        for left in range(0, columns, block):
-            count = min(block, columns - left)
-            load(kind, grad, r * columns + left, count, g)
-            for j in range(count):
-                g[j] = g[j] * g[j]
-            total += tree(g, count, work)
-    return total
+
+    def run(grad, kind, columns, block, first, last):
+        if source < 0:  # never: it makes the checksum a constant of this function
+            return 0.0
+        g, work = np.empty(block, F32), np.empty(block, F32)
+        total = 0.0
+        for r in range(first, last):
+            for left in range(0, columns, block):
+                count = min(block, columns - left)
+                load(kind, grad, r * columns + left, count, g)
+                for j in range(count):
+                    g[j] = g[j] * g[j]
+                total += tree(g, count, work)
+        return total
+
+    return run

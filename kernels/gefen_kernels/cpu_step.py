@@ -21,6 +21,7 @@ from gefen_kernels.cpu_loops import (
     from_bf16,
     from_fp16,
     inlined,
+    kept,
     largest,
     load,
     raw,
@@ -315,11 +316,12 @@ def _factored(leaf, scalars, code, options, tile, first_tile, last_tile, room):
     _update_rows(leaf, scalars, code, options, first_row, rows, start, stop, room)
 
 
-@compiled
-def step(tasks, table, scalars, code, options, sizes, scratch, starts):
+@kept
+def step(source):
     """Do the tasks, rows `(leaf, first, last, first, last)`, one after the other.
 
     Args:
+        source: the checksum that `kept` gives; the others are those of the step.
         tasks: int64 `[n, 5]`: entries of a dense leaf; a row tile and column tiles of a factored one; rows and columns
             of another.
         table: int64 `[leaves, FIELDS]`.
@@ -330,23 +332,29 @@ def step(tasks, table, scalars, code, options, sizes, scratch, starts):
         scratch: fp32, as many as `cpu.Sizes.floats` says.
         starts: uint8 `[sizes.line]`.
     """
-    line, columns, levels_size, runs = sizes
-    base = scratch.ctypes.data
-    g, m = floats(base, line), floats(base + 4 * line, line)
-    root, work = floats(base + 8 * line, line), floats(base + 12 * line, line)
-    levels = base + 16 * line
-    factors = floats(levels + 4 * levels_size, columns)
-    sums = floats(levels + 4 * (levels_size + columns), runs)
-    book = (raw(code[0]), raw(code[1]), raw(code[2]), code[3], code[4])
-    room = (g, m, root, work, raw(starts), factors, levels, sums)
-    every_leaf, every_scalar = raw(table), raw(scalars)
-    for n in range(tasks.shape[0]):
-        index, first, last, left, right = tasks[n, 0], tasks[n, 1], tasks[n, 2], tasks[n, 3], tasks[n, 4]
-        leaf = every_leaf[index * FIELDS : (index + 1) * FIELDS]
-        own = every_scalar[index * SCALARS : (index + 1) * SCALARS]
-        if leaf[POLICY] == DENSE_LEAF:
-            _dense_leaf(leaf, own, options, first, last, room)
-        elif leaf[POLICY] == FACTORED:
-            _factored(leaf, own, book, options, first, left, right, room)
-        else:
-            _update_rows(leaf, own, book, options, first, last - first, left, right, room)
+
+    def run(tasks, table, scalars, code, options, sizes, scratch, starts):
+        if source < 0:  # never: it makes the checksum a constant of this function
+            return
+        line, columns, levels_size, runs = sizes
+        base = scratch.ctypes.data
+        g, m = floats(base, line), floats(base + 4 * line, line)
+        root, work = floats(base + 8 * line, line), floats(base + 12 * line, line)
+        levels = base + 16 * line
+        factors = floats(levels + 4 * levels_size, columns)
+        sums = floats(levels + 4 * (levels_size + columns), runs)
+        book = (raw(code[0]), raw(code[1]), raw(code[2]), code[3], code[4])
+        room = (g, m, root, work, raw(starts), factors, levels, sums)
+        every_leaf, every_scalar = raw(table), raw(scalars)
+        for n in range(tasks.shape[0]):
+            index, first, last, left, right = tasks[n, 0], tasks[n, 1], tasks[n, 2], tasks[n, 3], tasks[n, 4]
+            leaf = every_leaf[index * FIELDS : (index + 1) * FIELDS]
+            own = every_scalar[index * SCALARS : (index + 1) * SCALARS]
+            if leaf[POLICY] == DENSE_LEAF:
+                _dense_leaf(leaf, own, options, first, last, room)
+            elif leaf[POLICY] == FACTORED:
+                _factored(leaf, own, book, options, first, left, right, room)
+            else:
+                _update_rows(leaf, own, book, options, first, last - first, left, right, room)
+
+    return run
