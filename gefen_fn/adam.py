@@ -1,5 +1,7 @@
 """Adam and Lion: moments stored whole."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import torch

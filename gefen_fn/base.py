@@ -4,6 +4,8 @@ Names, argument order and sign follow optax: updates flow through `update`, the 
 `apply_updates` adds them to the parameters.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -82,7 +84,7 @@ class Recipe(NamedTuple):
     name: str
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
-    marked: "Callable[[], GradientTransformation] | None" = None
+    marked: Callable[[], GradientTransformation] | None = None
 
 
 def made(recipe: Recipe, init: InitFn, update: UpdateFn) -> GradientTransformation:

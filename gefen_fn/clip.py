@@ -1,5 +1,7 @@
 """Limits on the size of updates; all keep the dtype they get."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

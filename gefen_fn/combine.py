@@ -1,5 +1,7 @@
 """Putting transforms together: in a row, or on parts of the tree."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 

@@ -1,5 +1,7 @@
 """Gefen: Adam with an 8-bit first moment and a compact second one (Benedek, Koren, Fried, arXiv 2606.13894)."""
 
+from __future__ import annotations
+
 import math
 import zlib
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """Scaling, decay, momentum and averages."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
