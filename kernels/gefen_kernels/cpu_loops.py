@@ -198,18 +198,35 @@ def _ragged_tree(x, count, work):
 
 
 @inlined
-def add_row(row, index, count, levels, stride, work):
-    """Add row number `index` to the tree over rows, a binary counter: level k holds a sum of 2^k rows.
+def square_sum(x, count, work):
+    """`tree` of the squares of `count` entries."""
+    if count == RUN:
+        for j in range(RUN // 2):
+            work[j] = x[2 * j] * x[2 * j] + x[2 * j + 1] * x[2 * j + 1]
+        half = RUN // 2
+        while half > 1:
+            half >>= 1
+            for j in range(half):
+                work[j] = work[2 * j] + work[2 * j + 1]
+        return work[0]
+    for j in range(count):
+        work[j] = x[j] * x[j]
+    return _ragged_tree(work, count, work)
+
+
+@inlined
+def add_squares(x, index, count, levels, stride, work):
+    """Add the squares of row number `index` to the tree over rows, a binary counter: level k holds a sum of 2^k rows.
 
     Level k lies at the address `levels + k * stride`.
     """
     full = floats(levels, count)
     if index & 1 == 0:
         for j in range(count):
-            full[j] = row[j]
+            full[j] = x[j] * x[j]
         return
     for j in range(count):
-        work[j] = full[j] + row[j]
+        work[j] = full[j] + x[j] * x[j]
     index >>= 1
     levels += stride
     while index & 1:
@@ -317,9 +334,7 @@ def sum_of_squares(source):
             for left in range(0, columns, block):
                 count = min(block, columns - left)
                 load(kind, grad, r * columns + left, count, g)
-                for j in range(count):
-                    g[j] = g[j] * g[j]
-                total += tree(g, count, work)
+                total += square_sum(g, count, work)
         return total
 
     return run

@@ -12,7 +12,7 @@ from gefen_kernels.cpu_loops import (
     FP32,
     RUN,
     TINY,
-    add_row,
+    add_squares,
     close_rows,
     codes_at,
     compiled,
@@ -25,6 +25,7 @@ from gefen_kernels.cpu_loops import (
     largest,
     load,
     raw,
+    square_sum,
     store,
     to_bf16,
     to_fp16,
@@ -172,9 +173,7 @@ def _dense_leaf(leaf, scalars, options, first, last, room):
 @inlined
 def _block_root(leaf, scalars, block, count, g, root, work):
     """Average the block's mean of g^2; its root is shared."""
-    for j in range(count):
-        root[j] = g[j] * g[j]
-    mean = tree(root, count, work) / F32(count)
+    mean = square_sum(g, count, work) / F32(count)
     shared = np.sqrt(_average(floats(leaf[NU], block + 1), block, scalars[B2], scalars[NOT_B2], mean))
     for j in range(count):
         root[j] = shared
@@ -186,7 +185,7 @@ def _square_sums(leaf, scalars, options, first_row, rows, first_tile, last_tile,
 
     Leaves the sums of runs in `sums`, those of columns in the levels of the tree.
     """
-    _, square, work, _, _, _, levels, sums = room
+    work, levels, sums = room[2], room[6], room[7]
     columns, width = leaf[COLUMNS], leaf[TILE_COLUMNS]
     start, stride = first_tile * width, 4 * (min(last_tile * width, columns) - first_tile * width)
     n = 0
@@ -196,11 +195,9 @@ def _square_sums(leaf, scalars, options, first_row, rows, first_tile, last_tile,
             for left in range(tile * width, stop, RUN):
                 count = min(RUN, stop - left)
                 g = _load_grad(leaf, scalars, options, r * columns + left, count, room[0])
-                for j in range(count):
-                    square[j] = g[j] * g[j]
-                sums[n] = tree(square, count, work)
+                sums[n] = square_sum(g, count, work)
                 n += 1
-                add_row(square, r - first_row, count, levels + 4 * (left - start), stride, work)
+                add_squares(g, r - first_row, count, levels + 4 * (left - start), stride, work)
 
 
 @compiled
