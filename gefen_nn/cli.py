@@ -49,8 +49,9 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[,NAME]",
         help=f"one or more of {', '.join(_CHOICES)}; may be repeated (default: all)",
     )
-    parser.add_argument("--steps", type=_AtLeast(2), default=300, help="training steps (default: %(default)s)")
-    parser.add_argument("--seed", type=_AtLeast(0), default=0, help="seed of model and data (default: %(default)s)")
+    parser.add_argument("--steps", type=_Within(2, 10**6), default=300, help="training steps (default: %(default)s)")
+    seed = _Within(0, 2**32 - 1)
+    parser.add_argument("--seed", type=seed, default=0, help="seed of model and data (default: %(default)s)")
     parser.add_argument("--out", type=_folder, default=Path("demo-out"), help="folder for the results")
     parser.add_argument("--json", action="store_true", help="print the report as JSON instead of a table")
     parser.set_defaults(call=_demo)
@@ -87,13 +88,14 @@ def _optimizers(text: str) -> list[str]:
     return names
 
 
-class _AtLeast:
-    def __init__(self, least: int) -> None:
-        self.least = least
+class _Within:
+    def __init__(self, least: int, most: int) -> None:
+        self.least, self.most = least, most
 
     def __call__(self, text: str) -> int:
-        if not text.isdecimal() or int(text) < self.least:
-            raise argparse.ArgumentTypeError(f"must be an integer >= {self.least}: got {text!r}. Raise it.")
+        if not text.isdecimal() or not self.least <= int(text) <= self.most:
+            rule = f"must be an integer from {self.least} to {self.most}"
+            raise argparse.ArgumentTypeError(f"{rule}: got {text!r}. Choose another.")
         return int(text)
 
 
