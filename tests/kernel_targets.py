@@ -32,6 +32,10 @@ class Launch(NamedTuple):
     options: dict[str, Any]
 
 
+# Older compilers spill some hundred bytes in a few kernels: slower there, with the same bits.
+SPILLS_ALLOWED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 8) else 1024
+
+
 class Usage(NamedTuple):
     """What a compiled kernel needs: registers of a thread, what it spills of them, and its assembly."""
 
