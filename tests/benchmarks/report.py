@@ -1,5 +1,6 @@
 """How a run shows itself: a table per dtype, as text and on the screen, and a picture."""
 
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,9 @@ def _draw(result: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     settings, machine = result["settings"], result["machine"]
     run = f"{settings['threads']} threads, {settings['rounds']} rounds in turn, torch {machine['torch']}"
-    figure.suptitle(f"One optimizer step: {run}\nbar: median, whiskers: smallest and largest, black: at copy speed")
+    figure.suptitle(
+        f"One optimizer step, {settings['scale']}: {run}\nbar: median, whiskers: min and max, black: at copy speed"
+    )
     axes = figure.subplots(len(dtypes), 3, width_ratios=(5, 3, 3), sharey="row", squeeze=False)
     for (dtype, measured), (times, state, transient) in zip(dtypes.items(), axes, strict=True):
         rows = list(measured["arms"].values())
@@ -128,7 +131,7 @@ def _draw(result: dict[str, Any], path: Path) -> None:
 def _draw_times(axes: Axes, rows: list[Row], dtype: str) -> None:
     """Horizontal bars on a log scale, with the spread, the floor and each failed arm's reason."""
     measured = [row for row in rows if "step_ns" in row]
-    smallest = min((row["step_ns"]["min"] for row in measured), default=1.0) / 2
+    smallest = min((min(row["step_ns"]["min"], row["floor_ns"] or math.inf) for row in measured), default=1.0) / 1.5
     axes.set_xscale("log")
     for y, row in enumerate(rows):
         if "step_ns" in row:
