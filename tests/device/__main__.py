@@ -43,9 +43,9 @@ class Run:
 
     def take(self, section: Section) -> None:
         """Run a section within its deadline and what is left of the run's, and write the report as it stands."""
-        here = self.results.get("facts", {}).get("facts", {}).get("cuda", True)  # unknown: try
+        here = self.results.get("facts", {}).get("facts", {}).get("cuda", True)  # not known yet, or at all: try
         left = self.end - time.monotonic()
-        if section.card and (self.dry or not here):
+        if (section.card and self.dry) or not (self.dry or here):
             result: dict[str, Any] = {"outcome": "not run", "reason": NO_CARD, "checks": [], "seconds": 0.0}
         elif left < 5:
             result = {"outcome": "not run", "reason": "no time left in this run", "checks": [], "seconds": 0.0}

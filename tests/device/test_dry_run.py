@@ -70,6 +70,13 @@ def test_a_section_without_time_left_is_not_run(tmp_path, capsys):
     assert run.results["facts"]["outcome"] == "not run"
 
 
+def test_without_a_card_nothing_but_a_dry_run_runs(tmp_path, capsys):
+    run = Run(tmp_path, dry=False, limit=60)
+    run.results["facts"] = {"facts": {"cuda": None}, "checks": [], "outcome": "measured", "seconds": 1.0}
+    run.take(next(section for section in SECTIONS if section.name == "step fp32"))
+    assert (run.results["step fp32"]["outcome"], run.results["step fp32"]["reason"]) == ("not run", NO_CARD)
+
+
 def skipped():
     raise Skip("because")
 
