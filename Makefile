@@ -39,7 +39,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) demo-out
+	rm -rf $(VENV) .venv-peers demo-out bench-out
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
