@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gefen_fn.state_io import state_bytes
+from gefen_nn import checkpoint
 from gefen_nn.demo_data import Text, batch_at
 from gefen_nn.demo_model import Decoder, next_byte_loss
 from gefen_nn.presets import Gefen
@@ -107,8 +109,7 @@ class Run:
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state, a tensor shared between parameters counted once."""
-        tensors = {_identity(value): value for entry in self.optimizer.state.values() for value in _tensors(entry)}
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        return state_bytes([list(entry.values()) for entry in self.optimizer.state.values()])
 
     def save(self, path: Path) -> None:
         """Writes model, optimizer, schedule and step; the file appears whole or not at all.
@@ -164,7 +165,8 @@ def same_bits(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     """Whether two flat dictionaries hold the same names, types, shapes and bytes."""
     if left.keys() != right.keys():
         return False
-    return all(_bits(tensor) == _bits(right[name]) for name, tensor in left.items())
+    pairs = [(tensor, right[name]) for name, tensor in left.items()]
+    return all(x.dtype == y.dtype and checkpoint.same_bits(x, y) for x, y in pairs)
 
 
 @contextmanager
@@ -185,16 +187,3 @@ def _lr_factor(step: int, steps: int) -> float:
         return (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def _tensors(entry: dict[str, Any]) -> Iterator[Tensor]:
-    return (value for value in entry.values() if isinstance(value, Tensor))
-
-
-def _identity(tensor: Tensor) -> tuple[int, int, int]:
-    # Two empty tensors share a null pointer; they weigh nothing, so it does not matter.
-    return tensor.data_ptr(), tensor.numel(), tensor.element_size()
-
-
-def _bits(tensor: Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
-    return tensor.dtype, tensor.shape, tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
