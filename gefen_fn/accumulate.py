@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Updates, check_transform, made
-from gefen_fn.scalar import check_int, check_state, squares_are_finite, under_vmap
+from gefen_fn.scalar import check_int, check_state, new_count, squares_are_finite, under_vmap
 from gefen_fn.tree import Tree, check_floating, check_leaves, map_update, tree_leaves, tree_map
 
 ShouldSkip = Callable[[Updates, Tensor, Params | None], tuple[Any, Tree]]
@@ -71,11 +71,11 @@ def MultiSteps(  # optax's name
 
     def init(params: Params) -> MultiStepsState:
         sums = () if every_step else _zeros(params)
-        counts = () if every_step else tree_map(lambda _: _counter(), params, skip_none=False)
+        counts = () if every_step else tree_map(lambda _: new_count(), params, skip_none=False)
         skip_state = ()
         if should_skip_update_fn is not None:
-            skip_state = should_skip_update_fn(tree_map(torch.zeros_like, params), _counter(), params)[1]
-        return MultiStepsState(_counter(), _counter(), _flag(False), opt.init(params), sums, counts, skip_state)
+            skip_state = should_skip_update_fn(tree_map(torch.zeros_like, params), new_count(), params)[1]
+        return MultiStepsState(new_count(), new_count(), _flag(False), opt.init(params), sums, counts, skip_state)
 
     def step(
         updates: Updates, state: MultiStepsState, params: Params | None = None, **extra: Any
@@ -148,7 +148,7 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
     check_int("max_consecutive_errors", max_consecutive_errors, 0, "0 lets all through.")
 
     def init(params: Params) -> ApplyIfFiniteState:
-        return ApplyIfFiniteState(_counter(), _flag(True), _counter(), inner.init(params))
+        return ApplyIfFiniteState(new_count(), _flag(True), new_count(), inner.init(params))
 
     def update(
         updates: Updates, state: ApplyIfFiniteState, params: Params | None = None, **extra: Any
@@ -195,10 +195,6 @@ def _zero(x: Tensor) -> Tensor:
 def _zeros(updates: Updates) -> Updates:
     check_leaves(updates)
     return tree_map(_zero, updates)
-
-
-def _counter() -> Tensor:
-    return torch.zeros((), dtype=torch.int32, device="cpu")
 
 
 def _flag(value: bool) -> Tensor:

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gefen_fn.scalar import check_state, exact, rounded, wide_dtype
+from gefen_fn.scalar import Scalar, check_state, exact, rounded, wide_dtype
 from gefen_fn.tree import Tree, check_floating, tree_leaves, tree_map, tree_parts
 
 Params = Tree
 Updates = Tree
 OptState = Any
-Scalar = float | Tensor
 Schedule = Callable[[Any], Any]
 ScalarOrSchedule = Scalar | Schedule
 

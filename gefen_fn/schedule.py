@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gefen_fn.base import Scalar, Schedule
+from gefen_fn.base import Schedule
+from gefen_fn.scalar import Scalar
 
 
 def _on_counts(name: str, f: Callable[[Tensor], Tensor]) -> Schedule:
