@@ -168,17 +168,23 @@ def store(kind, address, first, count, source):
 
 
 @inlined
+def _halves(work):
+    """The rest of the tree of a whole run, once its first level is there."""
+    half = RUN // 2
+    while half > 1:
+        half >>= 1
+        for j in range(half):
+            work[j] = work[2 * j] + work[2 * j + 1]
+    return work[0]
+
+
+@inlined
 def tree(x, count, work):
     """Sum of `count` entries by the fixed pairwise tree; `x` is kept, `work` is overwritten."""
     if count == RUN:  # a length that the compiler knows is summed three times as fast
         for j in range(RUN // 2):
             work[j] = x[2 * j] + x[2 * j + 1]
-        half = RUN // 2
-        while half > 1:
-            half >>= 1
-            for j in range(half):
-                work[j] = work[2 * j] + work[2 * j + 1]
-        return work[0]
+        return _halves(work)
     return _ragged_tree(x, count, work)
 
 
@@ -203,12 +209,7 @@ def square_sum(x, count, work):
     if count == RUN:
         for j in range(RUN // 2):
             work[j] = x[2 * j] * x[2 * j] + x[2 * j + 1] * x[2 * j + 1]
-        half = RUN // 2
-        while half > 1:
-            half >>= 1
-            for j in range(half):
-                work[j] = work[2 * j] + work[2 * j + 1]
-        return work[0]
+        return _halves(work)
     for j in range(count):
         work[j] = x[j] * x[j]
     return _ragged_tree(work, count, work)
