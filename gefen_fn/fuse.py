@@ -70,9 +70,7 @@ class Step:
                 check_floating(g, p)
         plan = self._planned(grads, state, params)
         if not plan.launches or share_memory(plan, leaves) or _must_move_codes(program, plan, state):
-            updates, new = self._tx.update(grads, state, params, **extra)
-            write_updates(params, updates)
-            return _write(state, new)
+            return _write(state, self._pure(grads, state, params, **extra))
         factor = _clip_factor(program.clip, leaves, state)
         new = _learned(program, plan, leaves, state, factor)
         runs = [_prepared(program, launch, leaves, grads, new, factor) for launch in plan.launches]
@@ -80,11 +78,15 @@ class Step:
         if program.whole and all(g is None for g in left):
             new = advanced(program, new)
         else:
-            updates, new = self._tx.update(tree_unflatten(tree_structure(grads), left), new, params, **extra)
-            write_updates(params, updates)
+            new = self._pure(tree_unflatten(tree_structure(grads), left), new, params, **extra)
         for run in runs:
             run()
         return _write(state, new)
+
+    def _pure(self, grads: Updates, state: OptState, params: Params, **extra: Any) -> OptState:
+        updates, state = self._tx.update(grads, state, params, **extra)
+        write_updates(params, updates)
+        return state
 
     def _planned(self, grads: Updates, state: OptState, params: Params) -> StepPlan:
         """The plan of the last step, if all that it rests on is the same and where it was."""
