@@ -174,7 +174,7 @@ def _load(slot: state_view.Slot, saved: Mapping[str, Mapping[str, Tensor]]) -> T
         raise CheckpointError(
             f"`{slot.key}` is shared and must be equal for all parameters: got different copies. Load an older file."
         )
-    return copies[0].detach().to(slot.value.device, copy=True)
+    return copies[0].detach().to(slot.value.device, copy=True, memory_format=torch.contiguous_format)
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:

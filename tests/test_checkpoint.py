@@ -201,3 +201,13 @@ def test_q21_codes_and_codebook_are_loaded_together_or_not_at_all() -> None:
             target.load_state_dict(saved, strict=False)
     after = target.state_dict()
     assert all(torch.equal(x, after["state"][i][k]) for i, leaves in before["state"].items() for k, x in leaves.items())
+
+
+def test_loaded_leaves_lie_as_fresh_ones_whatever_the_strides_of_the_file() -> None:
+    net = nn.Sequential(nn.Linear(64, 64))
+    saved = gefen_run(net).state_dict()
+    for i, leaves in saved["state"].items():
+        saved["state"][i] = {k: v.t().contiguous().t() if v.dim() == 2 else v for k, v in leaves.items()}
+    target = TransformOptimizer(net.named_parameters(), gefen(1e-3))
+    target.load_state_dict(saved)
+    assert all(leaf.is_contiguous() for leaf in flat(target))
