@@ -23,6 +23,7 @@ An optimizer is an expression over any tree of tensors, in optax's grammar; its 
 - quantization: `Dense`, `Block` and `Factored` (the second moment), `FlatBlocks`, `find_block`, `find_blocks`,
   `calibrate`, `refresh`, `learn_codebook`, `default_codebook`, `gradient_histogram`, `Quantized`, `quantize`,
   `dequantize`, `requantize`
+- matrices: `orthogonalize`, by the coefficients of `NS_COEFFS`
 - states and reports: `describe`, `state_bytes`, `flatten_state`, `unflatten_state`, `compare_names`, `tree_get`,
   `tree_set`, `fuse`; a state's class is named like its transform, as `ScaleByAdamState`; what does not fit together
   raises `StructureError`
@@ -93,11 +94,12 @@ from gefen_fn.state_io import (
     unflatten_state,
 )
 from gefen_fn.tree import StructureError
-from gefen_kernels import default_codebook, find_block, learn_codebook
+from gefen_kernels import NS_COEFFS, default_codebook, find_block, learn_codebook, orthogonalize
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "NS_COEFFS",
     "ApplyIfFiniteState",
     "Block",
     "Dense",
@@ -168,6 +170,7 @@ __all__ = [
     "lion",
     "masked",
     "named_chain",
+    "orthogonalize",
     "partition",
     "piecewise_constant_schedule",
     "polynomial_schedule",
