@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, Params, Recipe, Updates, made
-from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts, leaf_layout
-from gefen_fn.calibrate import learn_once
+from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, layouts, leaf_layout
+from gefen_fn.first_moment import (
+    check_blocks,
+    check_codebook,
+    check_moment,
+    first_codebook,
+    with_codebook,
+    zero_moment,
+)
 from gefen_fn.inject import takes_schedules
-from gefen_fn.quantize import Quantized, quantized_zeros, requantize, tie_rule
+from gefen_fn.quantize import Quantized
 from gefen_fn.scalar import (
     Scalar,
     bias_correction,
+    check_choice,
     check_decay,
     check_nonnegative,
     check_number,
@@ -29,18 +37,15 @@ from gefen_fn.scalar import (
 )
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT, SecondMoment, check_policy, policy_for
 from gefen_fn.tree import (
-    StructureError,
     Tree,
     check_leaves,
     map_update,
-    tree_leaves,
     tree_map,
     tree_paths,
     tree_structure,
     tree_unflatten,
 )
 from gefen_kernels import reference
-from gefen_kernels.codebook import default_codebook
 
 
 class ScaleByGefenState(NamedTuple):
@@ -116,9 +121,9 @@ def scale_by_gefen(
     """
     _check_arguments(b1, b2, eps, b2_warmup, block)
     check_policy(second_moment)
-    _check_choice("drive", drive, ("m", "m_hat"))
-    _check_choice("rounding", rounding, ("nearest", "stochastic"))
-    ties = _check_codebook(codebook)
+    check_choice("drive", drive, ("m", "m_hat"))
+    check_choice("rounding", rounding, ("nearest", "stochastic"))
+    ties = check_codebook(codebook)
     rule = _Rule(b1, b2, eps, second_moment, b2_warmup, block, codebook, drive, rounding, ties)
 
     def init(params: Params) -> ScaleByGefenState:
@@ -135,13 +140,12 @@ def scale_by_gefen(
 
 def _init(rule: _Rule, params: Params) -> ScaleByGefenState:
     check_leaves(params)
-    given, layout = rule.codebook, layouts(rule.block, params)
-    book = given.detach().clone() if isinstance(given, Tensor) else default_codebook()
+    layout = layouts(rule.block, params)
     return ScaleByGefenState(
         tree_map(lambda _: new_count(), params),
-        book.to(_codebook_device(params)),
+        first_codebook(rule.codebook, params),
         torch.zeros((), dtype=torch.bool, device="cpu"),
-        tree_map(_init_mu, params, layout),
+        tree_map(zero_moment, params, layout),
         tree_map(lambda p, at: policy_for(rule.second_moment, at).init(p, at), params, layout),
     )
 
@@ -150,7 +154,7 @@ def _update(
     rule: _Rule, updates: Updates, state: ScaleByGefenState, params: Params | None = None, **extra: Any
 ) -> tuple[Updates, ScaleByGefenState]:
     check_state(state, ScaleByGefenState)
-    state = _learn(rule, updates, state)
+    state = with_codebook(rule.codebook, updates, state, rule.block)
     settings = _settings(rule, updates)
     shared: dict[str, Any] = {k: v for k, v in settings.items() if v is None or isinstance(v, (int, float, Tensor))}
     per_leaf = {k: v for k, v in settings.items() if k not in shared}
@@ -160,18 +164,6 @@ def _update(
 
     out, (count, mu, nu) = map_update(leaf, updates, (state.count, state.mu, state.nu), *per_leaf.values())
     return out, ScaleByGefenState(count, state.codebook, state.learned, mu, nu)
-
-
-def _learn(rule: _Rule, updates: Updates, state: ScaleByGefenState) -> ScaleByGefenState:
-    """The state with its codebook learned, if it is to be and was not; codes move with it, as a load brings some."""
-    if not (isinstance(rule.codebook, str) and rule.codebook == "learned"):
-        return state
-    book, learned = learn_once(updates, state.codebook, state.learned, rule.block)
-    if book is state.codebook:
-        return state
-    moved = requantize(state.mu, state.codebook, book, block=rule.block)
-    mu = tree_map(lambda old, new: old if torch.equal(old, new) else new, state.mu, moved)
-    return state._replace(codebook=book, learned=learned, mu=mu)
 
 
 def _settings(rule: _Rule, updates: Updates) -> dict[str, Any]:
@@ -235,12 +227,6 @@ def warm_decay(b2: Scalar, t: Tensor, warmup: Scalar) -> Tensor:
     return torch.minimum(rising, limit) if isinstance(limit, Tensor) else rising.clamp(max=limit)
 
 
-def _init_mu(p: Tensor, layout: LeafLayout) -> Any:
-    if layout.dense:
-        return torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
-    return quantized_zeros(p, layout)
-
-
 def _seeds(updates: Updates) -> Tree:
     """A seed per leaf, from its path, so that leaves draw differently and splitting the tree does not matter."""
     if torch.compiler.is_compiling():
@@ -252,25 +238,6 @@ def _seeds(updates: Updates) -> Tree:
     return tree_unflatten(tree_structure(updates), seeds)
 
 
-def _codebook_device(params: Params) -> torch.device:
-    """Where the parameters are; the CPU for meta parameters, whose codebook is real."""
-    devices = [p.device for p in tree_leaves(params) if p is not None and p.device.type != "meta"]
-    return devices[0] if devices else torch.device("cpu")
-
-
-def _check_codebook(codebook: str | Tensor) -> reference.Ties:
-    """Refuse what cannot be a codebook; return its tie rule."""
-    if isinstance(codebook, str):
-        _check_choice("codebook", codebook, ("learned", "fixed"))
-        return "zero"
-    return tie_rule(codebook)
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"`{name}` must be one of {choices}: got {value!r}. Use {choices[0]!r}.")
-
-
 def _check_arguments(b1: Any, b2: Any, eps: Any, b2_warmup: Any, block: Blocks) -> None:
     check_decay("b1", b1)
     check_decay("b2", b2)
@@ -278,22 +245,4 @@ def _check_arguments(b1: Any, b2: Any, eps: Any, b2_warmup: Any, block: Blocks) 
     if b2_warmup is not None:
         fix = "Use 0.9, or None for a constant b2."
         check_number(b2_warmup, lambda q: 0 < q < math.inf, "0 < b2_warmup < inf", fix)
-    if isinstance(block, (int, float)):
-        check_block(block)
-    if isinstance(block, FlatBlocks) and isinstance(block.tree, (int, float)):
-        check_block(block.tree)
-
-
-def check_moment(g: Tensor, mu: Any, layout: LeafLayout) -> None:
-    """Raise `StructureError` unless `mu` is the first moment of a leaf of `g`'s shape with this layout."""
-    stored = mu.codes if isinstance(mu, Quantized) else mu
-    shape = getattr(stored, "shape", None)
-    fits = isinstance(mu, Quantized) != layout.dense and shape == g.shape
-    if fits and isinstance(mu, Quantized):
-        fits = tuple(mu.absmax.shape) == reference.scale_shape(layout.shape, layout.block, layout.start)
-    if not fits:
-        kind = "a dense" if layout.dense else "a quantized"
-        raise StructureError(
-            f"State must fit its gradient: got {type(mu).__name__} {shape} for {kind} leaf {tuple(g.shape)}. "
-            "Use the state that `init` made for these params."
-        )
+    check_blocks(block)

@@ -10,7 +10,8 @@ from torch import Tensor
 from gefen_fn.base import OptState, Params, Updates
 from gefen_fn.blocks import LeafLayout, layouts
 from gefen_fn.combine import bools, choices_of
-from gefen_fn.gefen import ScaleByGefenState, check_moment
+from gefen_fn.first_moment import check_moment
+from gefen_fn.gefen import ScaleByGefenState
 from gefen_fn.program import Part, Program, at
 from gefen_fn.quantize import Quantized, tie_rule
 from gefen_fn.second_moment import Block, Factored, SecondMoment, policy_for

@@ -1,0 +1,78 @@
+"""The first moment that Gefen and Muon keep as codes: its codebook, its first value, and what does not fit it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gefen_fn.base import Params, Updates
+from gefen_fn.blocks import Blocks, FlatBlocks, LeafLayout, check_block
+from gefen_fn.calibrate import learn_once
+from gefen_fn.quantize import Quantized, quantized_zeros, requantize, tie_rule
+from gefen_fn.scalar import check_choice
+from gefen_fn.tree import StructureError, tree_leaves, tree_map
+from gefen_kernels import reference
+from gefen_kernels.codebook import default_codebook
+
+
+def check_codebook(codebook: str | Tensor) -> reference.Ties:
+    """Refuse what cannot be a codebook; return its tie rule."""
+    if isinstance(codebook, str):
+        check_choice("codebook", codebook, ("learned", "fixed"))
+        return "zero"
+    return tie_rule(codebook)
+
+
+def check_blocks(block: Blocks) -> None:
+    """Raise `ValueError` for a block length that is wrong whatever the leaves; a tree of them is checked by `init`."""
+    length = block.tree if isinstance(block, FlatBlocks) else block
+    if isinstance(length, (int, float)):
+        check_block(length)
+
+
+def first_codebook(codebook: str | Tensor, params: Params) -> Tensor:
+    """A fresh copy of the codebook that a state starts with, where the parameters are; real for meta parameters."""
+    book = codebook.detach().clone() if isinstance(codebook, Tensor) else default_codebook()
+    devices = [p.device for p in tree_leaves(params) if p is not None and p.device.type != "meta"]
+    return book.to(devices[0] if devices else torch.device("cpu"))
+
+
+def with_codebook(codebook: str | Tensor, updates: Updates, state: Any, block: Blocks) -> Any:
+    """The state with its codebook learned, if it is to be and was not; codes move with it, as a load brings some.
+
+    Args:
+        codebook: the transform's argument.
+        updates: the gradients of this update.
+        state: with fields `codebook`, `learned` and `mu`.
+        block: the transform's argument.
+    """
+    if not (isinstance(codebook, str) and codebook == "learned"):
+        return state
+    book, learned = learn_once(updates, state.codebook, state.learned, block)
+    if book is state.codebook:
+        return state
+    moved = requantize(state.mu, state.codebook, book, block=block)
+    mu = tree_map(lambda old, new: old if torch.equal(old, new) else new, state.mu, moved)
+    return state._replace(codebook=book, learned=learned, mu=mu)
+
+
+def zero_moment(p: Tensor, layout: LeafLayout) -> Any:
+    """A first moment of zeros: fp32 for a dense leaf, else a `Quantized`."""
+    if layout.dense:
+        return torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
+    return quantized_zeros(p, layout)
+
+
+def check_moment(g: Tensor, mu: Any, layout: LeafLayout) -> None:
+    """Raise `StructureError` unless `mu` is the first moment of a leaf of `g`'s shape with this layout."""
+    stored = mu.codes if isinstance(mu, Quantized) else mu
+    shape = getattr(stored, "shape", None)
+    fits = isinstance(mu, Quantized) != layout.dense and shape == g.shape
+    if fits and isinstance(mu, Quantized):
+        fits = tuple(mu.absmax.shape) == reference.scale_shape(layout.shape, layout.block, layout.start)
+    if not fits:
+        kind = "a dense" if layout.dense else "a quantized"
+        raise StructureError(
+            f"State must fit its gradient: got {type(mu).__name__} {shape} for {kind} leaf {tuple(g.shape)}. "
+            "Use the state that `init` made for these params."
+        )
