@@ -7,7 +7,17 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from gefen_fn.scalar import check_int
-from gefen_fn.tree import Tree, broadcast, check_floating, tree_map
+from gefen_fn.shards import Piece, piece_of
+from gefen_fn.tree import (
+    StructureError,
+    Tree,
+    check_floating,
+    tree_leaves,
+    tree_map,
+    tree_parts,
+    tree_structure,
+    tree_unflatten,
+)
 from gefen_kernels.block_search import find_block
 
 DEFAULT_BLOCK = 256
@@ -35,19 +45,29 @@ Blocks = int | Tree | FlatBlocks
 
 @dataclass(frozen=True)
 class LeafLayout:
-    """Where the blocks of one leaf lie.
+    """Where the blocks of one leaf lie, in the part of it that is held here.
 
     Attributes:
-        shape: the leaf's shape.
+        piece: the part that is held here; all of an unsharded leaf.
         start: first of the axes that are merged into columns; 0 for a flattened leaf.
         block: entries per block along the merged columns; the last block may be ragged.
         dense: the leaf keeps fp32 moments and is updated by plain Adam.
     """
 
-    shape: tuple[int, ...]
+    piece: Piece
     start: int
     block: int
     dense: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the part that is held here."""
+        return self.piece.shape
+
+    @property
+    def entire(self) -> "LeafLayout":
+        """The layout of the whole leaf."""
+        return replace(self, piece=Piece.all_of(self.piece.whole))
 
     @property
     def columns(self) -> int:
@@ -67,7 +87,7 @@ class LeafLayout:
     @property
     def unflattened(self) -> "LeafLayout":
         """The same leaf seen as a matrix; `FlatBlocks` flattens a leaf for its codes, not for row and column means."""
-        return self if self.start or len(self.shape) < 2 else replace(self, start=start_axis(self.shape))
+        return self if self.start or len(self.shape) < 2 else replace(self, start=start_axis(self.piece.whole))
 
 
 def is_dense(shape: Sequence[int]) -> bool:
@@ -89,20 +109,43 @@ def start_axis(shape: Sequence[int]) -> int:
     return 2 if len(shape) == 3 and min(shape[1:]) >= _SHORTEST_EXPERT_SIDE else 1
 
 
-def leaf_layout(shape: Sequence[int], block: int = DEFAULT_BLOCK, *, flat: bool = False) -> LeafLayout:
-    """The layout of one leaf.
+def leaf_layout(shape: Sequence[int] | Piece, block: int = DEFAULT_BLOCK, *, flat: bool = False) -> LeafLayout:
+    """The layout of one leaf, or of the part of it that is held here.
 
     Args:
-        shape: the leaf's global shape.
+        shape: the leaf's shape, or a part of it.
         block: entries per block.
         flat: blocks run over the flattened leaf, as `FlatBlocks` says.
 
     Raises:
         ValueError: if `block` is not a positive int.
+        StructureError: if a part begins or ends inside a block.
     """
     check_block(block)
-    partition = flat and len(shape) == 1 and shape[0] >= _SHORTEST_PARTITION
-    return LeafLayout(tuple(shape), 0 if flat else start_axis(shape), block, is_dense(shape) and not partition)
+    piece = shape if isinstance(shape, Piece) else Piece.all_of(shape)
+    whole = piece.whole
+    partition = flat and len(whole) == 1 and whole[0] >= _SHORTEST_PARTITION
+    layout = LeafLayout(piece, 0 if flat else start_axis(whole), block, is_dense(whole) and not partition)
+    if piece.axes and not layout.dense:
+        _check_cut(layout)
+    return layout
+
+
+def _check_cut(layout: LeafLayout) -> None:
+    """Refuse a part whose blocks are not blocks of the whole; the answer is the same for every member."""
+    start, whole = layout.start, layout.piece.whole
+    inner = [axis for axis in layout.piece.axes if axis >= start]
+    rest = math.prod(whole[start + 1 :])
+    edges = {edge * rest for axis in inner for edge in layout.piece.edges(axis)}
+    if start and not any(axis > start for axis in inner) and not any(edge % layout.block for edge in edges):
+        return
+    fits = math.gcd(*edges) if inner == [start] else 0
+    fix = f"Use block={fits}, which fits these shards" if start and fits > 1 else "Shard the leading axis"
+    flat = "" if start else " of a flattened leaf (FlatBlocks)"
+    raise StructureError(
+        f"A shard must hold whole blocks{flat}: got block={layout.block} for shape {whole} cut along axes "
+        f"{sorted(layout.piece.axes)} at columns {sorted(edges)}. {fix}."
+    )
 
 
 def layouts(block: Blocks, tree: Tree) -> Tree:
@@ -112,9 +155,16 @@ def layouts(block: Blocks, tree: Tree) -> Tree:
         ValueError: if a block length is not a positive int.
         StructureError: if a tree of block lengths does not fit `tree`.
     """
-    flat = isinstance(block, FlatBlocks)
-    lengths = broadcast(block.tree if isinstance(block, FlatBlocks) else block, tree)
-    return tree_map(lambda x, length: leaf_layout(x.shape, length, flat=flat), tree, lengths)
+    return tree_unflatten(tree_structure(tree), layout_list(block, tree))
+
+
+def layout_list(block: Blocks, tree: Tree) -> list[LeafLayout | None]:
+    """`layouts` as a list over the leaves, which a compiled graph can build."""
+    flat, leaves = isinstance(block, FlatBlocks), tree_leaves(tree)
+    given = block.tree if isinstance(block, FlatBlocks) else block
+    lengths = [given] * len(leaves) if isinstance(given, (int, float)) else tree_parts(tree, given)
+    pairs = zip(leaves, lengths, strict=True)
+    return [None if x is None else leaf_layout(piece_of(x), length, flat=flat) for x, length in pairs]
 
 
 def check_block(block: object) -> None:

@@ -10,6 +10,7 @@ from gefen_fn.blocks import Blocks, FlatBlocks, LeafLayout, check_block
 from gefen_fn.calibrate import learn_once
 from gefen_fn.quantize import Quantized, quantized_zeros, requantize, tie_rule
 from gefen_fn.scalar import check_choice
+from gefen_fn.shards import zeros_placed
 from gefen_fn.tree import StructureError, tree_leaves, tree_map
 from gefen_kernels import reference
 from gefen_kernels.codebook import default_codebook
@@ -59,7 +60,7 @@ def with_codebook(codebook: str | Tensor, updates: Updates, state: Any, block: B
 def zero_moment(p: Tensor, layout: LeafLayout) -> Any:
     """A first moment of zeros: fp32 for a dense leaf, else a `Quantized`."""
     if layout.dense:
-        return torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
+        return zeros_placed(p, layout.piece.whole)
     return quantized_zeros(p, layout)
 
 

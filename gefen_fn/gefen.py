@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, Params, Recipe, Updates, made
-from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, layouts, leaf_layout
+from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, LeafLayout, layout_list, layouts
+from gefen_fn.exchange import Program, run_together
 from gefen_fn.first_moment import (
     check_blocks,
     check_codebook,
@@ -36,11 +38,15 @@ from gefen_fn.scalar import (
     rounded,
 )
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT, SecondMoment, check_policy, policy_for
+from gefen_fn.shards import local
 from gefen_fn.tree import (
     Tree,
+    broadcast,
     check_leaves,
     map_update,
+    tree_leaves,
     tree_map,
+    tree_parts,
     tree_paths,
     tree_structure,
     tree_unflatten,
@@ -159,18 +165,22 @@ def _update(
     shared: dict[str, Any] = {k: v for k, v in settings.items() if v is None or isinstance(v, (int, float, Tensor))}
     per_leaf = {k: v for k, v in settings.items() if k not in shared}
 
-    def leaf(g: Tensor, count: Tensor, mu: Any, nu: Any, *own: Any) -> tuple[Tensor, Tensor, Any, Any]:
-        return _update_leaf(rule, state.codebook, g, count, mu, nu, **shared, **dict(zip(per_leaf, own, strict=True)))
+    layout = layout_list(rule.block, updates)
+    each = {"layout": layout, "gathered": _gather(rule, updates, state, layout)}
 
-    out, (count, mu, nu) = map_update(leaf, updates, (state.count, state.mu, state.nu), *per_leaf.values())
+    def leaf(g: Tensor, count: Tensor, mu: Any, nu: Any, *own: Any) -> tuple[Tensor, Tensor, Any, Any]:
+        named = dict(zip([*per_leaf, *each], own, strict=True))
+        return _update_leaf(rule, state.codebook, g, count, mu, nu, **shared, **named)
+
+    trees = (state.count, state.mu, state.nu)
+    out, (count, mu, nu) = map_update(leaf, updates, trees, *per_leaf.values(), each=tuple(each.values()))
     return out, ScaleByGefenState(count, state.codebook, state.learned, mu, nu)
 
 
 def _settings(rule: _Rule, updates: Updates) -> dict[str, Any]:
     """What `_update_leaf` takes by name: scalars as they are, trees as trees."""
-    block = rule.block.tree if isinstance(rule.block, FlatBlocks) else rule.block
     seed = _seeds(updates) if rule.rounding == "stochastic" else 0
-    return {"block": block, "seed": seed, "b1": rule.b1, "b2": rule.b2, "eps": rule.eps, "warmup": rule.b2_warmup}
+    return {"seed": seed, "b1": rule.b1, "b2": rule.b2, "eps": rule.eps, "warmup": rule.b2_warmup}
 
 
 def _update_leaf(
@@ -181,24 +191,50 @@ def _update_leaf(
     mu: Any,
     nu: Any,
     *,
-    block: int,
     seed: int,
     b1: Scalar,
     b2: Scalar,
     eps: Scalar,
     warmup: Scalar | None,
+    layout: LeafLayout,
+    gathered: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, Any, Any]:
-    layout = leaf_layout(g.shape, block, flat=isinstance(rule.block, FlatBlocks))
     check_moment(g, mu, layout)
     g, t = g.float(), count + 1
     policy = policy_for(rule.second_moment, layout)
     d, mu = _dense_moment(g, mu, b1) if layout.dense else _moment(rule, codebook, g, mu, t, layout, seed, b1)
-    if warmup is not None and policy.warms:
-        root, nu = policy.update(g, nu, warm_decay(b2, t, warmup), layout)
-    else:
-        root, nu = policy.update(g, nu, b2, layout)
+    root, nu = policy.update(g, nu, _decay_of(policy, b2, t, warmup), layout, *gathered)
+    if warmup is None or not policy.warms:
         root = root / root_correction(b2, t)
     return d / bias_correction(b1, t) / (root + rounded(eps)), t, mu, nu
+
+
+def _decay_of(policy: SecondMoment, b2: Scalar, t: Tensor, warmup: Scalar | None) -> Scalar:
+    """The second moment's decay in update `t`."""
+    return b2 if warmup is None or not policy.warms else warm_decay(b2, t, warmup)
+
+
+def _gather(
+    rule: _Rule, updates: Updates, state: ScaleByGefenState, layout: Sequence[LeafLayout | None]
+) -> list[tuple[Any, ...]]:
+    """What each leaf's second moment needs of its other shards, as further arguments of its policy's `update`."""
+    if not any(at is not None and at.piece.axes for at in layout):
+        return [()] * len(layout)
+    count, nu = (tree_parts(updates, tree) for tree in (state.count, state.nu))
+    b2 = tree_parts(updates, broadcast(rule.b2, updates))
+    warmup = [None] * len(b2) if rule.b2_warmup is None else tree_parts(updates, broadcast(rule.b2_warmup, updates))
+    rows = zip(tree_leaves(updates), layout, count, nu, b2, warmup, strict=True)
+    gathered = run_together([_gathering(rule, *row) for row in rows])
+    return [() if x is None else (x,) for x in gathered]
+
+
+def _gathering(
+    rule: _Rule, g: Tensor | None, layout: LeafLayout | None, count: Tensor, nu: Any, b2: Scalar, warmup: Scalar | None
+) -> Program[Any] | None:
+    if g is None or layout is None or not layout.piece.axes:
+        return None
+    policy = policy_for(rule.second_moment, layout)
+    return policy.share(local(g).float(), local(nu), _decay_of(policy, b2, count + 1, warmup), layout)
 
 
 def _dense_moment(g: Tensor, mu: Tensor, b1: Scalar) -> tuple[Tensor, Tensor]:

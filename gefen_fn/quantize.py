@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts
+from gefen_fn.shards import zeros_placed
 from gefen_fn.tree import StructureError, Tree, broadcast, check_leaves, tree_leaves, tree_map
 from gefen_kernels import reference
 
@@ -23,9 +24,9 @@ class Quantized(NamedTuple):
 
 def quantized_zeros(like: Tensor, layout: LeafLayout) -> Quantized:
     """Zeros in the layout of `like`: code 128 everywhere, absmax 0; fresh, contiguous, on its device."""
-    codes = torch.full_like(like, ZERO_CODE, dtype=torch.uint8, memory_format=torch.contiguous_format)
-    shape = reference.scale_shape(layout.shape, layout.block, layout.start)
-    return Quantized(codes, like.new_zeros(shape, dtype=torch.float32))
+    whole = layout.piece.whole
+    codes = zeros_placed(like, whole, torch.uint8, ZERO_CODE)
+    return Quantized(codes, zeros_placed(like, reference.scale_shape(whole, layout.block, layout.start)))
 
 
 def is_codebook(x: Any) -> bool:

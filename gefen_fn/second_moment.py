@@ -8,17 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gefen_fn.blocks import LeafLayout
+from gefen_fn.cut_tiles import Columns, finish_columns
+from gefen_fn.exchange import Program
 from gefen_fn.scalar import Scalar, moving_average
+from gefen_fn.shards import zeros_placed
+from gefen_fn.tiles import Tiles
 from gefen_fn.tree import StructureError
 from gefen_kernels import reference
 
 _SHORTEST_SIDE = 32
-_TINY = torch.finfo(torch.float32).tiny
 
 
 def _check_shapes(nu: Any, *shapes: Sequence[int]) -> None:
@@ -42,8 +43,11 @@ class SecondMoment(Protocol):
     def check(self, nu: Any, layout: LeafLayout) -> None:
         """Raise `StructureError` unless `nu` is a state of this policy for a leaf of this layout."""
 
-    def update(self, g: Tensor, nu: Any, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, Any]:
-        """Return `sqrt(nu_hat)` in the shape of the fp32 gradient `g`, and the new state."""
+    def share(self, g: Tensor, nu: Any, b2: Scalar, layout: LeafLayout) -> Program[Any] | None:
+        """Return the program that gathers what a sharded leaf needs of its other parts; None if it needs nothing."""
+
+    def update(self, g: Tensor, nu: Any, b2: Scalar, layout: LeafLayout, shared: Any = None) -> tuple[Tensor, Any]:
+        """Return `sqrt(nu_hat)` in the shape of the fp32 gradient `g`, and the new state; `shared` is of `share`."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,18 @@ class Dense:
 
     def init(self, leaf: Tensor, layout: LeafLayout) -> Tensor:
         """Zeros like the leaf."""
-        return torch.zeros_like(leaf, dtype=torch.float32, memory_format=torch.contiguous_format)
+        return zeros_placed(leaf, layout.piece.whole)
 
     def check(self, nu: Any, layout: LeafLayout) -> None:
         """One entry per entry of the leaf."""
         _check_shapes(nu, layout.shape)
 
-    def update(self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, Tensor]:
+    def share(self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout) -> None:
+        """Nothing: every entry is here."""
+
+    def update(
+        self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout, shared: None = None
+    ) -> tuple[Tensor, Tensor]:
         """EMA of `g^2` and its root."""
         self.check(nu, layout)
         nu = moving_average(b2, nu, g * g)
@@ -75,13 +84,18 @@ class Block:
 
     def init(self, leaf: Tensor, layout: LeafLayout) -> Tensor:
         """Zeros, one per block."""
-        return leaf.new_zeros(reference.scale_shape(layout.shape, layout.block, layout.start), dtype=torch.float32)
+        return zeros_placed(leaf, reference.scale_shape(layout.piece.whole, layout.block, layout.start))
 
     def check(self, nu: Any, layout: LeafLayout) -> None:
         """One entry per block."""
         _check_shapes(nu, reference.scale_shape(layout.shape, layout.block, layout.start))
 
-    def update(self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, Tensor]:
+    def share(self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout) -> None:
+        """Nothing: every block is whole."""
+
+    def update(
+        self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout, shared: None = None
+    ) -> tuple[Tensor, Tensor]:
         """EMA of the block's mean of `g^2`; its root is shared by the block."""
         self.check(nu, layout)
         mean = reference.block_mean_square(g, block=layout.block, start=layout.start)
@@ -136,32 +150,54 @@ class Factored:
 
     def fits(self, layout: LeafLayout) -> bool:
         """Whether a leaf is a matrix with both sides of at least 32; the policy falls back to `Block` elsewhere."""
-        layout = layout.unflattened
+        layout = layout.unflattened.entire
         return layout.start > 0 and min(layout.rows, layout.columns) >= _SHORTEST_SIDE
+
+    def tiles(self, layout: LeafLayout) -> Tiles:
+        """The tiles of a leaf; `FlatBlocks` flattens it for its codes alone.
+
+        Raises:
+            StructureError: if an edge between two shards cuts columns inside a tile.
+        """
+        return Tiles.of(self.sides, layout.unflattened)
+
+    def _shapes(self, layout: LeafLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.tiles(layout).shapes(layout.unflattened.matrix[:-1])
 
     def init(self, leaf: Tensor, layout: LeafLayout) -> FactoredState:
         """Zeros in the shapes of `FactoredState`."""
-        layout = layout.unflattened
-        shapes = _Tiles.of(self.sides, layout).shapes(layout.matrix[:-1])
-        return FactoredState(*(leaf.new_zeros(shape, dtype=torch.float32) for shape in shapes))
+        self.tiles(layout)  # refuses what cannot be cut
+        return FactoredState(*(zeros_placed(leaf, shape) for shape in self._shapes(layout.entire)))
 
     def check(self, nu: Any, layout: LeafLayout) -> None:
         """Row and column means in the shapes of `FactoredState`."""
-        layout = layout.unflattened
-        _check_shapes(nu, *_Tiles.of(self.sides, layout).shapes(layout.matrix[:-1]))
+        _check_shapes(nu, *self._shapes(layout))
 
-    def update(self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout) -> tuple[Tensor, FactoredState]:
+    def share(self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout) -> Program[Columns] | None:
+        """The new column means, for a leaf that has tiles cut by shards; None for any other."""
+        tiles = self.tiles(layout)
+        if tiles.rows is None:
+            return None
+        return finish_columns(tiles, tiles.rows, (g * g).reshape(layout.unflattened.matrix), nu.col, b2)
+
+    def update(
+        self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout, shared: Columns | None = None
+    ) -> tuple[Tensor, FactoredState]:
         """EMAs of the row and column means of `g^2`; the root is a product of two vectors' roots."""
-        layout = layout.unflattened
-        tiles = _Tiles.of(self.sides, layout)
         self.check(nu, layout)
-        square = (g * g).reshape(layout.matrix)
+        tiles = self.tiles(layout)
+        square = (g * g).reshape(layout.unflattened.matrix)
         row = moving_average(b2, nu.row, tiles.row_means(square))
-        col = moving_average(b2, nu.col, tiles.pack(tiles.column_means(square)))
-        columns = tiles.unpack(col)
+        col, columns = shared or _own_columns(tiles, square, nu.col, b2)
         scaled = columns / tiles.across(tiles.normalisers(columns))
         root = tiles.across(reference.root(row)) * tiles.down(reference.root(scaled))
         return root.reshape(g.shape), FactoredState(row, col)
+
+
+def _own_columns(tiles: Tiles, square: Tensor, col: Tensor, b2: Scalar) -> Columns:
+    """The new column means where no tile is cut."""
+    new = moving_average(b2, col, tiles.stack(tiles.pack(tiles.column_means(square))))
+    return Columns(new, tiles.unpack(tiles.unstack(new)))
 
 
 DEFAULT_SECOND_MOMENT = Factored(tile=(128, 256))
@@ -180,83 +216,3 @@ def policy_for(policy: SecondMoment, layout: LeafLayout) -> SecondMoment:
     if layout.dense:
         return Dense()
     return Block() if isinstance(policy, Factored) and not policy.fits(layout) else policy
-
-
-class _Tiles(NamedTuple):
-    """The tiles of a matrix `[.., R, C]`: their heights and widths, the nominal width, and Q."""
-
-    heights: tuple[int, ...]
-    widths: tuple[int, ...]
-    height: int
-    width: int
-    packed: int
-
-    @classmethod
-    def of(cls, sides: tuple[int | None, int | None], layout: LeafLayout) -> "_Tiles":
-        rows, columns = layout.rows, layout.columns
-        height, width = sides[0] or rows, min(sides[1] or columns, columns)
-        count = max(1, rows // height)
-        heights = (height,) * (count - 1) + (rows - height * (count - 1),)
-        widths = (width,) * (-(-columns // width) - 1)
-        # A power of two divides a block, so that an edge between blocks is one between slots; whole columns need none.
-        packed = rows if sides[0] is None else 1 << (min(height, rows).bit_length() - 1)
-        return cls(heights, (*widths, columns - width * len(widths)), height, width, packed)
-
-    def shapes(self, lead: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shapes of `FactoredState`, `lead` being the axes before the columns."""
-        return (*lead, len(self.widths)), (*lead, -(-sum(self.widths) // self.packed))
-
-    def row_means(self, square: Tensor) -> Tensor:
-        """`[.., R, C]` -> `[.., R, column tiles]`."""
-        return _tile_sums(square, self.width) / _lengths(self.widths, square)
-
-    def normalisers(self, columns: Tensor) -> Tensor:
-        """Each tile's mean of `col`, which equals its mean of `row`: `[.., n, C]` -> `[.., n, column tiles]`."""
-        return self.row_means(columns).clamp(min=_TINY)
-
-    def column_means(self, square: Tensor) -> Tensor:
-        """`[.., R, C]` -> `[.., row tiles, C]`."""
-        count, columns = len(self.heights), square.shape[-1]
-        edge = self.height * (count - 1)
-        last = reference.tree_sum(square[..., edge:, :], -2).unsqueeze(-2)
-        tall = square[..., :edge, :].reshape(*square.shape[:-2], count - 1, self.height, columns)
-        sums = torch.cat([reference.tree_sum(tall, -2), last], -2) if count > 1 else last
-        return sums / _lengths(self.heights, square).unsqueeze(-1)
-
-    def pack(self, columns: Tensor) -> Tensor:
-        """Column c of tile k to `[.., k * Tr + c % Q, c // Q]`: `[.., n, C]` -> `[.., R, ceil(C / Q)]`."""
-        width = -(-columns.shape[-1] // self.packed)
-        padded = F.pad(columns, (0, width * self.packed - columns.shape[-1]))
-        slots = padded.reshape(*columns.shape[:-1], width, self.packed).transpose(-1, -2)
-        stacked = slots.reshape(*columns.shape[:-2], -1, width)
-        return F.pad(stacked, (0, 0, 0, sum(self.heights) - stacked.shape[-2]))
-
-    def unpack(self, col: Tensor) -> Tensor:
-        """The inverse of `pack`."""
-        count = len(self.heights)
-        slots = col[..., : count * self.packed, :].reshape(*col.shape[:-2], count, self.packed, col.shape[-1])
-        return slots.transpose(-1, -2).reshape(*col.shape[:-2], count, -1)[..., : sum(self.widths)]
-
-    def across(self, x: Tensor) -> Tensor:
-        """Repeat each column tile's value over its columns: `[.., column tiles]` -> `[.., C]`."""
-        if len(self.widths) == 1:
-            return x
-        return x[..., torch.arange(sum(self.widths), device=x.device) // self.width]
-
-    def down(self, x: Tensor) -> Tensor:
-        """Repeat each row tile's values over its rows: `[.., n, C]` -> `[.., R, C]`."""
-        if len(self.heights) == 1:
-            return x
-        tile = torch.arange(sum(self.heights), device=x.device) // self.height
-        return x[..., tile.clamp(max=len(self.heights) - 1), :]
-
-
-def _tile_sums(x: Tensor, width: int) -> Tensor:
-    """Tree sums of runs of `width` along the last axis; the zeros that fill the last run do not change its bits."""
-    count = -(-x.shape[-1] // width)
-    padded = F.pad(x, (0, count * width - x.shape[-1]))
-    return reference.tree_sum(padded.reshape(*x.shape[:-1], count, width), -1)
-
-
-def _lengths(lengths: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(lengths, dtype=torch.float32, device=like.device)

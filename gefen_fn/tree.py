@@ -12,6 +12,8 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from gefen_fn.shards import on_pieces, placements_of
+
 Tree = Any
 
 
@@ -126,15 +128,22 @@ def tree_map(
 
 
 def map_update(
-    f: Callable[..., tuple[Any, ...]], updates: Tree, states: tuple[Tree, ...], *others: Tree
+    f: Callable[..., tuple[Any, ...]],
+    updates: Tree,
+    states: tuple[Tree, ...],
+    *others: Tree,
+    each: Sequence[Sequence[Any]] = (),
 ) -> tuple[Tree, tuple[Tree, ...]]:
     """Map a leaf's update rule over trees, and un-zip what it returns.
 
+    A sharded leaf is mapped as the plain tensors of its part, and what comes back is placed as what went in.
+
     Args:
-        f: `f(u, *state_leaves, *other_leaves) -> (update, *new_state_leaves)`.
+        f: `f(u, *state_leaves, *other_leaves, *each) -> (update, *new_state_leaves)`.
         updates: the gradients; a `None` leaf is skipped and its state returned as the same tensors.
         states: the trees of state, one for each value `f` returns after the update.
         *others: further trees `f` reads, such as params or per-leaf scalars.
+        each: further arguments as lists over the leaves; a compiled graph cannot rebuild trees of constants.
 
     Returns:
         The tree of updates, and the tuple of new state trees.
@@ -145,8 +154,9 @@ def map_update(
     check_leaves(updates)
     leaves, spec = _flatten(updates)
     columns = [_match(spec, s) for s in (*states, *others)]
-    rows = list(zip(leaves, *columns, strict=True))
-    out = [_skip(*row[1 : 1 + len(states)]) if row[0] is None else f(*row) for row in rows]
+    rows = list(zip(leaves, *columns, *each, strict=True))
+    rule = on_pieces(f)
+    out = [_skip(*row[1 : 1 + len(states)]) if row[0] is None else rule(*row) for row in rows]
     trees = [tree_unflatten(spec, column) for column in zip(*out, strict=True)] if out else [updates, *states]
     return trees[0], tuple(trees[1:])
 
@@ -264,4 +274,10 @@ def check_floating(x: Any, like: Any = None) -> None:
     if like is not None and x.shape != like.shape:
         raise StructureError(
             f"Shapes must agree: got {tuple(x.shape)} for {tuple(like.shape)}. Check the tree's order."
+        )
+    if any(p.is_partial() for p in placements_of(x)) or (like is not None and placements_of(x) != placements_of(like)):
+        wanted = "finished" if like is None else f"placed as {placements_of(like) or 'a whole tensor'}"
+        raise StructureError(
+            f"Shards must be {wanted}: got {placements_of(x) or 'a whole tensor'} for shape {tuple(x.shape)}. "
+            "Let the last backward of an accumulation reduce, or call `redistribute` first."
         )

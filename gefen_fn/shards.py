@@ -1,0 +1,188 @@
+"""Sharded leaves: which part of a leaf is held here, and tensors as DTensors and back.
+
+A DTensor is computed on as the plain tensor of its own part; what that part must know of the whole is a `Piece`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Who holds which rows of a leaf that is cut along them.
+
+    Attributes:
+        ranges: `(first, last + 1)` of each member of the group.
+        own: this member's place in the group.
+        group: the process group whose members hold the leaf's rows between them.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    own: int
+    group: Any
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a leaf that is held here.
+
+    Attributes:
+        shape: of the part.
+        whole: shape of the leaf.
+        offset: the leaf's index of the part's first entry.
+        counted: whether this member stands for its replicas in sums over all members.
+        axes: the axes that are cut.
+        mesh: of the DTensor; None for a whole leaf.
+        placements: of the DTensor.
+    """
+
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    counted: bool = True
+    axes: frozenset[int] = frozenset()
+    mesh: Any = None
+    placements: tuple[Any, ...] = ()
+
+    @classmethod
+    def all_of(cls, shape: Sequence[int]) -> "Piece":
+        """The piece that is all of a leaf."""
+        return cls(tuple(shape), tuple(shape), (0,) * len(shape))
+
+    def edges(self, axis: int) -> set[int]:
+        """Where the parts of all members end along an axis, the end of the leaf left out."""
+        rows = self.rows(axis)
+        return set() if rows is None else {last for _, last in rows.ranges} - {self.whole[axis], 0}
+
+    def rows(self, axis: int) -> Rows | None:
+        """Who holds which indices of an axis; None if it is not cut."""
+        return _rows(self.whole, self.mesh, self.placements, axis) if axis in self.axes else None
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether `x` is a DTensor; asked without importing them."""
+    return isinstance(x, Tensor) and hasattr(x, "device_mesh")
+
+
+def local(x: Any) -> Any:
+    """The plain tensor of this member's part, also inside a NamedTuple; anything but a DTensor as it is."""
+    if _is_record(x):
+        return type(x)(*map(local, x))
+    return x.to_local() if is_sharded(x) else x
+
+
+def piece_of(x: Tensor) -> Piece:
+    """Where the part of `x` that is held here lies."""
+    if not is_sharded(x):
+        return Piece.all_of(x.shape)
+    mesh = x.device_mesh  # type: ignore[attr-defined]  # a DTensor
+    return _piece(tuple(x.shape), mesh, placements_of(x), mesh.get_rank())
+
+
+@functools.lru_cache(maxsize=4096)
+def _piece(whole: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], rank: int) -> Piece:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return Piece((0, *whole[1:]), whole, (0,) * len(whole), False, _cut(mesh, placements), mesh, placements)
+    shape, offset = _part(whole, mesh, placements, coordinate)
+    counted = all(at == 0 for at, p in zip(coordinate, placements, strict=True) if p.is_replicate())
+    return Piece(shape, whole, offset, counted, _cut(mesh, placements), mesh, placements)
+
+
+def _cut(mesh: Any, placements: tuple[Any, ...]) -> frozenset[int]:
+    return frozenset(p.dim for size, p in zip(mesh.shape, placements, strict=True) if size > 1 and not p.is_replicate())
+
+
+def _part(
+    whole: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], at: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and offset of the part at a coordinate of the mesh, by DTensor's own rule."""
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as compute
+
+    shape, offset = compute(whole, tuple(mesh.shape), list(at), placements)
+    return tuple(shape), tuple(offset)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rows(whole: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], axis: int) -> Rows:
+    over = [d for d, p in enumerate(placements) if not p.is_replicate() and p.dim == axis and mesh.shape[d] > 1]
+    group, own = mesh_group(mesh, over), list(mesh.get_coordinate())
+    places = {}
+    for at in torch.cartesian_prod(*(torch.arange(mesh.shape[d]) for d in over)).reshape(-1, len(over)).tolist():
+        for d, i in zip(over, at, strict=True):
+            own[d] = i
+        shape, offset = _part(whole, mesh, placements, own)
+        places[int(mesh.mesh[tuple(own)])] = (offset[axis], offset[axis] + shape[axis])
+    members = dist.get_process_group_ranks(group)
+    ranges = tuple(places.get(member, (0, 0)) for member in members)
+    return Rows(ranges, members.index(dist.get_rank()), group)
+
+
+def mesh_group(mesh: Any, over: Sequence[int]) -> Any:
+    """A process group of the members that differ from this one in these axes of the mesh, and perhaps of more."""
+    if len(over) == 1:
+        return mesh.get_group(over[0])
+    if mesh.size() == dist.get_world_size():
+        return dist.group.WORLD
+    return mesh._flatten().get_group()
+
+
+def like_piece(x: Tensor, of: Tensor) -> Tensor:
+    """`x` as the part of a DTensor that `of` is, if it is one."""
+    return wrap(x, of, tuple(of.shape)) if is_sharded(of) else x
+
+
+def wrap(x: Tensor, like: Tensor, whole: Sequence[int]) -> Tensor:
+    """`x` as the part of a DTensor of shape `whole`, placed as the DTensor `like`."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]  # a DTensor
+    stride = torch.empty(tuple(whole), device="meta").stride()
+    return DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(whole), stride=stride)
+
+
+def zeros_placed(like: Tensor, whole: Sequence[int], dtype: torch.dtype = torch.float32, fill: int = 0) -> Tensor:
+    """A contiguous tensor of shape `whole` full of `fill`; if `like` is a DTensor its part, placed as `like` is.
+
+    An axis that is cut has the meaning of `like`'s axis of that number, and is cut where that one is.
+    """
+    if not is_sharded(like):
+        return like.new_full(tuple(whole), fill, dtype=dtype, requires_grad=False)
+    mesh = like.device_mesh  # type: ignore[attr-defined]  # a DTensor
+    shape = _piece(tuple(whole), mesh, placements_of(like), mesh.get_rank()).shape
+    return wrap(local(like).new_full(shape, fill, dtype=dtype, requires_grad=False), like, whole)
+
+
+def on_pieces(f: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """`f` of plain tensors for rows that may hold DTensors; each result is placed as the argument in its place.
+
+    An argument may be a NamedTuple of tensors, its result then one of the same form.
+    """
+
+    def call(*row: Any) -> tuple[Any, ...]:
+        if not is_sharded(row[0]):
+            return f(*row)
+        return tuple(_placed(new, old) for new, old in zip(f(*map(local, row)), row, strict=False))
+
+    return call
+
+
+def placements_of(x: Tensor) -> tuple[Any, ...]:
+    """How a DTensor lies on its mesh; `()` for a whole tensor."""
+    return tuple(x.placements) if is_sharded(x) else ()  # type: ignore[attr-defined]  # a DTensor
+
+
+def _placed(new: Any, old: Any) -> Any:
+    if _is_record(old):
+        return type(old)(*map(_placed, new, old))
+    return like_piece(new, old) if isinstance(new, Tensor) else new
+
+
+def _is_record(x: Any) -> bool:
+    return isinstance(x, tuple) and hasattr(x, "_fields")
