@@ -37,11 +37,15 @@ SPILLS_ALLOWED = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 
 
 
 class Usage(NamedTuple):
-    """What a compiled kernel needs: registers of a thread, what it spills of them, and its assembly."""
+    """What a compiled kernel needs: registers of a thread, what it spills of them to memory, and its assembly.
+
+    AMD's scalar registers go to lanes of vector registers before they go to memory: so many are `parked`.
+    """
 
     registers: int
     spills: int
     assembly: str
+    parked: int = 0
 
 
 class _Driver:
@@ -118,5 +122,5 @@ def _cuda_usage(asm: Any) -> Usage:
 
 def _hip_usage(assembly: str) -> Usage:
     found = {key: int(value) for key, value in re.findall(r"\.(\w+):\s+(\d+)\n", assembly)}
-    spills = found["vgpr_spill_count"] + found["sgpr_spill_count"] + found["private_segment_fixed_size"]
-    return Usage(found["vgpr_count"], spills, assembly)
+    spills = found["vgpr_spill_count"] + found["private_segment_fixed_size"]
+    return Usage(found["vgpr_count"], spills, assembly, found["sgpr_spill_count"])

@@ -16,6 +16,8 @@ from gefen_kernels.reference import (
     histogram,
     nearest,
     philox,
+    random_words,
+    round_to_bf16,
     scale_shape,
     sum_of_squares,
     tree_sum,
@@ -309,3 +311,24 @@ def test_the_sum_of_squares_does_not_depend_on_strides_and_adds_over_rows():
     assert whole == sum_of_squares(x.t().contiguous().t())
     parts = sum_of_squares(x[:23]) + sum_of_squares(x[23:])
     torch.testing.assert_close(whole, parts, rtol=1e-15, atol=0)
+
+
+def test_rounding_to_bf16_takes_a_neighbour_and_is_right_on_average():
+    x = torch.cat([drawn((500,)), torch.tensor([1.0 + 2**-16, 1.0 + 255 * 2**-16, 1e-40, 3.0e38])])
+    draws = round_to_bf16(x.expand(4000, -1), random_words(7, torch.tensor(1), (4000, len(x)), "cpu"))
+    low, high = draws.amin(0), draws.amax(0)
+    assert draws.equal(draws.bfloat16().float()) and (low <= x).all() and (x <= high).all()
+    gap = torch.nextafter(low.bfloat16(), torch.tensor(math.inf).bfloat16()).float() - low
+    assert (high - low <= gap).all()
+    share = ((x - low).double() / gap.double())[:, None]
+    assert ((draws.double().mean(0) - x).abs() <= 5 * gap * (share * (1 - share)).sqrt()[:, 0] / math.sqrt(4000)).all()
+
+
+def test_rounding_to_bf16_keeps_what_needs_none_and_mirrors_the_rest():
+    words = random_words(3, torch.tensor(2), (600,), "cpu")
+    x = drawn((600,))
+    assert round_to_bf16(-x, words).equal(-round_to_bf16(x, words))
+    exact = x.bfloat16().float()
+    exact[:5] = torch.tensor([0.0, -0.0, math.inf, -math.inf, 2.0**-133])
+    assert round_to_bf16(exact, words).view(torch.int32).equal(exact.view(torch.int32))
+    assert round_to_bf16(x * math.nan, words).isnan().all()

@@ -297,7 +297,7 @@ def test_every_kernel_compiles_without_spills(leaf, target):
     kernels = {name for name in vars(triton_codec) if name.endswith("_kernel")}
     assert {launch.kernel.__name__ for launch in launches} == kernels
     usages = [compiled(launch, TARGETS[target]) for launch in launches]
-    assert all(usage.spills <= SPILLS_ALLOWED for usage in usages)
+    assert all(usage.spills + usage.parked <= SPILLS_ALLOWED for usage in usages)
     assert max(usage.registers for usage in usages) <= 255
 
 

@@ -224,10 +224,18 @@ def histogram(x: Tensor, *, block: int, start: int = 1) -> Tensor:
 
 
 def uniform(seed: int, count: Tensor, shape: Sequence[int], device: torch.device | str) -> Tensor:
-    """Uniform noise in [0, 1) that depends on `(seed, count, flat index)` alone.
+    """Uniform noise in [0, 1): the upper 24 bits of `random_words`, whose arguments it takes, times 2^-24.
 
-    Entry `i` is word `i % 4` of Philox4x32-10 with key `seed` (64 bits) and counter `(i // 4, count)` (64 bits each),
-    its upper 24 bits times 2^-24.
+    Returns:
+        fp32 of `shape`.
+    """
+    return (random_words(seed, count, shape, device) >> 8).to(torch.float32) * 2.0**-24
+
+
+def random_words(seed: int, count: Tensor, shape: Sequence[int], device: torch.device | str) -> Tensor:
+    """Random 32-bit words that depend on `(seed, count, flat index)` alone.
+
+    Entry `i` is word `i % 4` of Philox4x32-10 with key `seed` (64 bits) and counter `(i // 4, count)` (64 bits each).
 
     Args:
         seed: a non-negative integer below 2^64.
@@ -236,14 +244,30 @@ def uniform(seed: int, count: Tensor, shape: Sequence[int], device: torch.device
         device: device of the result.
 
     Returns:
-        fp32 of `shape`.
+        int64 of `shape`.
     """
     size = math.prod(shape)
     index = torch.arange(block_count(size, 4), dtype=torch.int64, device=device)
     step = count.to(device=device, dtype=torch.int64)
     counter = (index & _MASK, index >> 32, step & _MASK, (step >> 32) & _MASK)
     words = torch.stack(philox(counter, (seed & _MASK, (seed >> 32) & _MASK)), dim=-1)
-    return ((words.reshape(-1)[:size] >> 8).to(torch.float32) * 2.0**-24).reshape(tuple(shape))
+    return words.reshape(-1)[:size].reshape(tuple(shape))
+
+
+def round_to_bf16(x: Tensor, words: Tensor) -> Tensor:
+    """Round fp32 to one of the two bf16 numbers around it, up with a probability that is its distance from the lower.
+
+    A bf16 number and what is not finite stay as they are; `-x` takes the mirrored number under the same words.
+
+    Args:
+        x: fp32 of any shape.
+        words: `random_words` of `x.shape`, of which the upper 16 bits are used.
+
+    Returns:
+        fp32 of `x.shape`.
+    """
+    bits = (x.contiguous().view(torch.int32) + (words >> 16).to(torch.int32)) & -0x10000
+    return torch.where(x.isfinite(), bits.view(torch.float32), x)
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:

@@ -18,6 +18,9 @@ SCALARS = (
 )
 """Columns of a step's scalars: fp32, each rounded once from float64. `step` is the learning rate with its sign."""
 
+PARAM_STREAM = 1 << 32
+"""What is added to a leaf's seed for its parameter, so that its noise is not that of its codes."""
+
 
 class Leaf(NamedTuple):
     """One parameter of a step. All tensors but `grad` are written in place.
@@ -36,6 +39,9 @@ class Leaf(NamedTuple):
         tile: `(Tr, Tc)` of "factored"; None for a whole side.
         decays: whether `u + weight_decay * p` is a stage of this leaf.
         corrects: whether the root is divided by `root_correction2`.
+        seed: of what is rounded at random, 32 bits.
+        random_codes: round the codes up or down by `reference.uniform(seed, count, ...)`.
+        random_param: round a bf16 parameter up or down by `reference.random_words(seed + PARAM_STREAM, count, ...)`.
     """
 
     grad: Tensor
@@ -49,3 +55,6 @@ class Leaf(NamedTuple):
     tile: tuple[int | None, int | None] = (None, None)
     decays: bool = True
     corrects: bool = False
+    seed: int = 0
+    random_codes: bool = False
+    random_param: bool = False

@@ -128,7 +128,7 @@ def nearest_code(x: tl.tensor, search: tl.tuple) -> tl.tensor:
 
 @jit
 def stochastic_code(x: tl.tensor, noise: tl.tensor, book: tl.tensor, search: tl.tuple) -> tl.tensor:
-    """The reference's codes rounded up or down by `noise`; the search is for the levels of `book` themselves."""
+    """The reference's codes rounded up or down by `noise`; the search is `level_search_of(book)`."""
     finite = magnitude_bits(x) < 0x7F800000
     x = tl.where(finite, x, 0.0)
     code = below(x, search)
@@ -149,6 +149,15 @@ def encode_block(x: tl.tensor, search: tl.tuple) -> tuple[tl.tensor, tl.tensor]:
     """Codes (uint8 `[rows, width]`) and absmax (`[rows]`) of fp32 rows, each a block; padding must hold zeros."""
     absmax = scale_last(x)
     return nearest_code(tl.div_rn(x, absmax[:, None]), search), absmax
+
+
+@jit
+def encode_block_at_random(
+    x: tl.tensor, noise: tl.tensor, book: tl.tensor, search: tl.tuple
+) -> tuple[tl.tensor, tl.tensor]:
+    """`encode_block` with codes rounded up or down by `noise`; see `stochastic_code`."""
+    absmax = scale_last(x)
+    return stochastic_code(tl.div_rn(x, absmax[:, None]), noise, book, search), absmax
 
 
 @jit
@@ -185,9 +194,8 @@ def _encode_kernel(
     if noise is None:
         code, largest = encode_block(entries, search)
     else:
-        largest = scale_last(entries)
         drawn = tl.load(noise + offset, mask=mask, other=0.0)
-        code = stochastic_code(tl.div_rn(entries, largest[:, None]), drawn, book, search)
+        code, largest = encode_block_at_random(entries, drawn, book, search)
     tl.store(codes + offset, code, mask=mask)
     tl.store(absmax + index, largest, mask=index < blocks.total)
 
@@ -247,19 +255,19 @@ def _translate_kernel(codes: tl.tensor, table: tl.tensor, out: tl.tensor, size: 
     tl.store(out + offset, tl.load(table + code.to(tl.int32)), mask=offset < size)
 
 
-def launch(kernel: Any, programs: int, *args: Any, warps: int = 4, **constants: bool | int | str) -> None:
+def launch(kernel: Any, programs: int, *args: Any, warps: int = 4, **named: Any) -> None:
     """Run a kernel as `programs` programs, without contraction of a product into a sum.
 
     Args:
         kernel: made by `jit`; its first argument is a tensor.
         programs: 0 launches nothing.
-        args: the kernel's arguments but for its constants.
+        args: the kernel's arguments.
         warps: of one program.
-        constants: the kernel's `tl.constexpr` arguments.
+        named: the other arguments, `tl.constexpr` ones among them.
     """
     with on_device(args[0]):
         if programs:
-            kernel[(programs,)](*args, num_warps=warps, enable_fp_fusion=False, **constants)
+            kernel[(programs,)](*args, num_warps=warps, enable_fp_fusion=False, **named)
 
 
 def on_device(x: Tensor) -> AbstractContextManager[object]:
@@ -290,6 +298,12 @@ def search_of(codebook: Tensor, ties: Ties = "zero") -> Search:
     return _search(codebook, reference.midpoints(codebook, ties))
 
 
+def level_search_of(codebook: Tensor) -> Search:
+    """What kernels need to find the levels around x: the code at or below it, of those with one above."""
+    levels = codebook[1:-1]  # at or above a level is above the number before it
+    return _search(codebook, torch.nextafter(levels, torch.full_like(levels, -math.inf)))
+
+
 def nearest(x: Tensor, codebook: Tensor, *, ties: Ties = "zero") -> Tensor:
     """`reference.nearest`."""
     codes = x.new_empty(x.shape, dtype=torch.uint8)
@@ -305,9 +319,8 @@ def encode(
     codes, book = x.new_empty(x.shape, dtype=torch.uint8), codebook.contiguous()
     if noise is None:
         search, entries = search_of(book, ties), _ENTRIES
-    else:  # the level at or below x, of those with one above: at or above a level is above the number before it
-        levels, noise = book[1:-1], noise.contiguous()
-        search, entries = _search(book, torch.nextafter(levels, torch.full_like(levels, -math.inf))), _FEWER
+    else:
+        search, entries, noise = level_search_of(book), _FEWER, noise.contiguous()
     _launch_blocks(_encode_kernel, _entries(x), block, start, noise, codes, absmax, book, search, entries=entries)
     return codes, absmax
 

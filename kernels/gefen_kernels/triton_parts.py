@@ -1,16 +1,18 @@
 """Parts of a fused step in registers: a leaf's entry in the table of leaves, its gradient, sums, moment and parameter.
 
 A launch serves many leaves: `table` is int64 `[leaves, len(Row._fields)]`; `owner` int32 `[programs, 2]`, the leaf of
-each program and its number among that leaf's; `grads` has the addresses of the gradients and `scalars` the numbers of
-all leaves of the step. Every operation is rounded by itself and every sum is the reference's tree.
+each program and its number among that leaf's; `grads` has the addresses of the gradients, `scalars` the numbers and
+`counts` int32 `[leaves, 2]` the counts that codes and parameters draw with, of all leaves of the step. Every operation
+is rounded by itself and every sum is the reference's tree.
 """
 
 from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from gefen_kernels.step import SCALARS
-from gefen_kernels.triton_codec import decode_block, encode_block, jit, widen
+from gefen_kernels.step import PARAM_STREAM, SCALARS
+from gefen_kernels.triton_codec import decode_block, encode_block, encode_block_at_random, jit, widen
+from gefen_kernels.triton_random import random_words, round_to_bf16, uniform
 
 
 class Row(NamedTuple):
@@ -24,6 +26,7 @@ class Row(NamedTuple):
     decays: Any
     corrects: Any
     index: Any  # among all leaves of the step
+    seed: Any
     total: Any  # blocks, or rows of a factored leaf
     rows: Any  # R, of one matrix
     columns: Any  # C
@@ -60,6 +63,7 @@ class Numbers(NamedTuple):
 
 _FIELDS = tl.constexpr(len(Row._fields))
 _SCALARS = tl.constexpr(len(SCALARS))
+_PARAM_STREAM = tl.constexpr(PARAM_STREAM)
 
 
 @jit
@@ -100,13 +104,13 @@ def row_of(
         tl.load(at + 7),
         tl.load(at + 8),
         tl.load(at + 9),
-        tl.multiple_of(tl.load(at + 10), ALIGN),
+        tl.load(at + 10),
         tl.multiple_of(tl.load(at + 11), ALIGN),
-        tl.load(at + 12),
+        tl.multiple_of(tl.load(at + 12), ALIGN),
         tl.load(at + 13),
         tl.load(at + 14),
-        tl.multiple_of(tl.load(at + 15), ALIGN),
-        tl.load(at + 16),
+        tl.load(at + 15),
+        tl.multiple_of(tl.load(at + 16), ALIGN),
         tl.load(at + 17),
         tl.load(at + 18),
         tl.load(at + 19),
@@ -115,6 +119,7 @@ def row_of(
         tl.load(at + 22),
         tl.load(at + 23),
         tl.load(at + 24),
+        tl.load(at + 25),
     )
     return row, tl.load(owned + 1).to(tl.int64)
 
@@ -155,6 +160,7 @@ def gradient(
 def moment(
     row: Row,
     n: Numbers,
+    counts: tl.tensor,
     book: tl.tensor,
     search: tl.tuple,
     g: tl.tensor,
@@ -163,18 +169,25 @@ def moment(
     block: tl.tensor,
     live: tl.tensor,
     BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,
     MHAT: tl.constexpr,
+    RANDOM: tl.constexpr,
 ) -> tl.tensor:
     """Step the quantized moment of `[rows, width]`, runs of `BLOCK` of it being blocks; return what drives the update.
 
-    `block` holds the blocks' indices and `live` whether they exist.
+    `block` holds the blocks' indices and `live` whether they exist; `RANDOM` draws the codes' rounding.
     """
     COUNT: tl.constexpr = g.shape[0] * g.shape[1] // BLOCK
     codes = tl.reshape(tl.load(row.mu + offset, mask=mask, other=0), [COUNT, BLOCK])
     old = decode_block(codes, tl.load(row.absmax + block, mask=live, other=0.0), book)
     m = old * n.b1 + tl.reshape(g * n.one_minus_b1, [COUNT, BLOCK])
     m = tl.where(tl.reshape(mask, [COUNT, BLOCK]), m, 0.0)
-    code, absmax = encode_block(m, search)  # waits for every thread of a block, so all have read what is now written
+    # Both wait for every thread of a block, so all have read what is now written.
+    if RANDOM:
+        noise = tl.reshape(uniform(offset, tl.load(counts + row.index * 2), row.seed, ALIGN), [COUNT, BLOCK])
+        code, absmax = encode_block_at_random(m, noise, book, search)
+    else:
+        code, absmax = encode_block(m, search)
     tl.store(row.mu + offset, tl.reshape(code, g.shape), mask=mask)
     tl.store(row.absmax + block, absmax, mask=live)
     if MHAT:
@@ -183,8 +196,18 @@ def moment(
 
 
 @jit
-def step_param(row: Row, n: Numbers, offset: tl.tensor, mask: tl.tensor, drive: tl.tensor, root: tl.tensor) -> None:
-    """Step the parameter along `drive`; `root` broadcasts to its shape."""
+def step_param(
+    row: Row,
+    n: Numbers,
+    counts: tl.tensor,
+    offset: tl.tensor,
+    mask: tl.tensor,
+    drive: tl.tensor,
+    root: tl.tensor,
+    ALIGN: tl.constexpr,
+    RANDOM: tl.constexpr,
+) -> None:
+    """Step the parameter along `drive`; `root` broadcasts to its shape. `RANDOM` draws the rounding of bf16."""
     if row.corrects != 0:
         root = tl.div_rn(root, n.root_correction2)
     u = tl.div_rn(tl.div_rn(drive, n.correction1), root + n.eps)
@@ -192,7 +215,11 @@ def step_param(row: Row, n: Numbers, offset: tl.tensor, mask: tl.tensor, drive: 
     p = widen(raw)
     if row.decays != 0:
         u = u + p * n.weight_decay
-    tl.store(row.param + offset, (p + u * n.step).to(raw.dtype), mask=mask)
+    new = p + u * n.step
+    if RANDOM:
+        words = random_words(offset, tl.load(counts + row.index * 2 + 1), row.seed + _PARAM_STREAM, ALIGN)
+        new = p + (round_to_bf16(new, words) - p)  # as updates are added to parameters
+    tl.store(row.param + offset, new.to(raw.dtype), mask=mask)
 
 
 @jit

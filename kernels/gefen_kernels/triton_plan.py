@@ -7,7 +7,7 @@ factored in tiles that a program holds, else three.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -36,17 +36,13 @@ class Launch(NamedTuple):
     """One launch of a plan.
 
     Attributes:
-        kernel: takes `table`, `owner`, the gradients' addresses if `reads`, the scalars, a codebook and its `Search` if
-            `quantized`, and `scratch` if any.
+        kernel: takes `table`, `owner`, and by name what `triton_step.run_step` has for it.
         programs: how many.
         table: int64 `[leaves, fields]`, see `triton_parts.Row`.
         owner: int32 `[programs, 2]`, each program's leaf and its number among that leaf's programs.
         scratch: fp32, sums that one launch leaves for the next.
-        reads: whether the kernel takes gradients.
-        quantized: whether the kernel takes a codebook.
         warps: of a program.
-        options: which of `NEGATE`, `SCALED` and `MHAT` are constants of the kernel.
-        constants: the others.
+        constants: what is constant while the plan holds.
     """
 
     kernel: Any
@@ -54,10 +50,7 @@ class Launch(NamedTuple):
     table: Tensor
     owner: Tensor
     scratch: Tensor | None
-    reads: bool
-    quantized: bool
     warps: int
-    options: tuple[str, ...]
     constants: Constants
 
 
@@ -71,7 +64,8 @@ class Plan:
         aligned: for each leaf, whether its gradient is read by 16 bytes.
         addresses: of the gradients on the GPU, int64 `[leaves]`.
         staged: the same on the host.
-        book: the codebook of the last step, with its tie rule, and what kernels search it by.
+        books: the codebook of the last step, with its tie rule and what kernels search it by; for codes that are
+            rounded at random under True, for the nearest under False.
     """
 
     launches: tuple[Launch, ...]
@@ -79,7 +73,7 @@ class Plan:
     aligned: tuple[bool, ...]
     addresses: Tensor
     staged: Tensor
-    book: tuple[Tensor, int, Ties, Search] | None = None
+    books: dict[bool, tuple[Tensor, int, Ties, Search]] = field(default_factory=dict)
 
 
 class _Kind(NamedTuple):
@@ -158,10 +152,12 @@ def _kind_and_row(leaf: Leaf, param: Tensor, index: int) -> tuple[_Kind, Row]:
     form = _form(tuple(param.shape), leaf.start, leaf.block, leaf.tile, policy)
     at, mu, nu = param.data_ptr(), leaf.mu.data_ptr(), leaf.nu[0].data_ptr()
     scale = 0 if leaf.absmax is None else leaf.absmax.data_ptr()
-    own = (at, mu, scale, nu, leaf.nu[-1].data_ptr(), int(leaf.decays), int(leaf.corrects), index)
+    own = (at, mu, scale, nu, leaf.nu[-1].data_ptr(), int(leaf.decays), int(leaf.corrects), index, leaf.seed)
     grad = leaf.grad.data_ptr() if leaf.grad.is_contiguous() else 0
     even = not any(x % 16 for x in (grad, at, mu, nu, form.row.columns, form.row.width, form.row.block))
     constants, align = (form.constants, 16) if even else (form.fewer, 1)
+    drawn = leaf.random_codes, leaf.random_param and dtypes[1] == torch.bfloat16
+    constants += tuple(zip(("RANDOM_CODES", "RANDOM_PARAM"), drawn, strict=True))
     return _Kind(form.plan, KINDS[dtypes[0]], KINDS[dtypes[1]], align, constants), Row(*own, *form.row[len(own) :])
 
 
@@ -216,7 +212,7 @@ def _sizes(shape: tuple[int, ...], start: int, block: int, tile: tuple[int | Non
     down, across, blocks = max(1, rows // height), block_count(columns, width), block_count(columns, block)
     lines, strips, spans = math.prod(shape[:start]), block_count(height, _STRIP), block_count(width, _SPAN)
     return Row(
-        *(0,) * 8,
+        *(0,) * 9,
         total=lines if policy == "factored" else lines * blocks,
         rows=rows,
         columns=columns,
@@ -246,9 +242,7 @@ def _group(kind: _Kind, rows: list[Row], device: torch.device) -> _Group:
 
 
 def _plan_dense(group: _Group) -> list[Launch]:
-    counts = [block_count(row.columns, _FLAT) for row in group.rows]
-    step = _launch(group, dense_kernel, counts, _FLAT)
-    return [step._replace(quantized=False, options=("NEGATE", "SCALED"))]
+    return [_launch(group, dense_kernel, [block_count(row.columns, _FLAT) for row in group.rows], _FLAT)]
 
 
 def _plan_blocks(group: _Group) -> list[Launch]:
@@ -274,20 +268,14 @@ def _plan_strips(group: _Group) -> list[Launch]:
         block_count(row.total, lines) * row.across + row.total // row.rows * row.down * row.all_spans for row in rows
     ]
     steps = [row.total // row.rows * row.all_strips * row.blocks for row in rows]
-    first = _launch(group._replace(constants={}), sum_kernel, pieces, 16 * _SPAN)
-    second = _launch(group, mean_kernel, means, _ENTRIES)
-    third = _launch(group, update_kernel, steps, group.constants["ROWS"] * group.constants["WIDTH"])
-    return [
-        first._replace(scratch=scratch, quantized=False, options=("NEGATE", "SCALED")),
-        second._replace(
-            scratch=scratch,
-            reads=False,
-            quantized=False,
-            options=(),
-            constants={"LINES": lines, "SPANS": spans, "STRIPS": strips},
-        ),
-        third._replace(scratch=scratch, constants=third.constants | {"SPANS": spans}),
+    whole = {"LINES": lines, "SPANS": spans, "STRIPS": strips}
+    group = group._replace(constants=group.constants | whole)
+    parts = [
+        _launch(group, sum_kernel, pieces, 16 * _SPAN),
+        _launch(group, mean_kernel, means, _ENTRIES),
+        _launch(group, update_kernel, steps, group.constants["ROWS"] * group.constants["WIDTH"]),
     ]
+    return [part._replace(scratch=scratch) for part in parts]
 
 
 def _with_scratch(rows: list[Row]) -> tuple[list[Row], int]:
@@ -312,10 +300,7 @@ def _launch(group: _Group, kernel: Any, counts: list[int], entries: int) -> Laun
         moved(torch.tensor(group.rows, dtype=torch.int64), group.device),
         moved(torch.stack([leaf, own], 1).to(torch.int32), group.device),
         None,
-        True,
-        True,
         min(16, max(1, entries // (256 if group.types["ALIGN"] == 16 else 128))),
-        ("NEGATE", "SCALED", "MHAT"),
         group.types | group.constants,
     )
 

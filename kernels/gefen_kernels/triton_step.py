@@ -5,6 +5,7 @@ kernels, `triton_stats` those for tiles that no program holds.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -12,7 +13,15 @@ from torch import Tensor
 
 from gefen_kernels.reference import Ties
 from gefen_kernels.step import Leaf
-from gefen_kernels.triton_codec import Search, histogram, launch, search_of, sum_of_squares, widen
+from gefen_kernels.triton_codec import (
+    Search,
+    histogram,
+    launch,
+    level_search_of,
+    search_of,
+    sum_of_squares,
+    widen,
+)
 from gefen_kernels.triton_plan import KINDS, LONGEST, Plan, moved, plan_step
 
 __all__ = ["gefen_step", "histogram", "plan_step", "run_step", "sum_of_squares", "supports"]
@@ -37,6 +46,7 @@ def gefen_step(
     ties: Ties = "zero",
     negate: bool = False,
     scaled: bool = False,
+    counts: Tensor | None = None,
 ) -> None:
     """Step all leaves in place: moments, second moments and parameters.
 
@@ -48,12 +58,14 @@ def gefen_step(
         ties: as in `reference.nearest`.
         negate: ascend.
         scaled: multiply each gradient by its `grad_scale`, rounded to its dtype.
+        counts: integers `[leaves, 2]`, the counts that codes and parameters draw with; None where nothing is drawn.
 
     Raises:
-        ValueError: if a dtype is none of fp32, bf16 and fp16, or a block longer than 65,536.
+        ValueError: if a dtype is none of fp32, bf16 and fp16, a block longer than 65,536, or there are no counts though
+            something is rounded at random.
     """
-    grads, options = [leaf.grad for leaf in leaves], {"drive": drive, "ties": ties, "negate": negate, "scaled": scaled}
-    run_step(plan_step(leaves), grads, scalars, codebook, **options)  # type: ignore[arg-type]  # of mixed kinds
+    grads, plan = [leaf.grad for leaf in leaves], plan_step(leaves)
+    run_step(plan, grads, scalars, codebook, drive=drive, ties=ties, negate=negate, scaled=scaled, counts=counts)
 
 
 def run_step(
@@ -66,27 +78,40 @@ def run_step(
     ties: Ties = "zero",
     negate: bool = False,
     scaled: bool = False,
+    counts: Tensor | None = None,
 ) -> None:
     """Step the leaves of a plan with these gradients, of the planned shapes and dtypes; see `gefen_step`.
 
-    Nothing waits for the GPU. Where scalars and codebook are on it, a second run may be captured: replayed, it reads
-    their values and those of the gradients anew, as long as the plan is not run again otherwise.
+    Nothing waits for the GPU. Where scalars, codebook and counts are on it, a second run may be captured: replayed, it
+    reads their values and those of the gradients anew, as long as the plan is not run again otherwise.
     """
     if not plan.launches:
         return
+    if counts is None and any(
+        step.constants["RANDOM_CODES"] or step.constants["RANDOM_PARAM"] for step in plan.launches
+    ):
+        raise ValueError(
+            "`counts` must be given where a leaf is rounded at random: got None. Pass integers [leaves, 2]."
+        )
     device = plan.addresses.device
     kept = _pointed(plan, grads)
-    tools = (moved(codebook.contiguous(), device), _searched(plan, codebook, ties, device))
-    numbers = moved(scalars.contiguous(), device)
+    given: dict[str, Any] = {
+        "grads": plan.addresses,
+        "scalars": moved(scalars.contiguous(), device),
+        "counts": None if counts is None else moved(counts.to(torch.int64).contiguous(), device),
+        "book": moved(codebook.contiguous(), device),
+        "NEGATE": negate,
+        "SCALED": scaled,
+        "MHAT": drive == "m_hat",
+    }
     for param, copy in plan.strided:
         copy.copy_(param)
-    options = {"NEGATE": negate, "SCALED": scaled, "MHAT": drive == "m_hat"}
     for step in plan.launches:
-        read = (plan.addresses,) if step.reads else ()
-        scratch = () if step.scratch is None else (step.scratch,)
-        args = (step.table, step.owner, *read, numbers, *(tools if step.quantized else ()), *scratch)
-        constants = step.constants | {name: options[name] for name in step.options}
-        launch(step.kernel, step.programs, *args, warps=step.warps, **constants)
+        own = given | step.constants | {"scratch": step.scratch}
+        if "search" in step.kernel.arg_names:
+            own["search"] = _searched(plan, codebook, ties, device, random=bool(step.constants["RANDOM_CODES"]))
+        taken = {name: own[name] for name in step.kernel.arg_names[2:]}
+        launch(step.kernel, step.programs, step.table, step.owner, warps=step.warps, **taken)
     for param, copy in plan.strided:
         param.copy_(copy)
     del kept
@@ -106,10 +131,12 @@ def _pointed(plan: Plan, grads: Sequence[Tensor]) -> list[Tensor]:
     return read
 
 
-def _searched(plan: Plan, codebook: Tensor, ties: Ties, device: torch.device) -> Search:
+def _searched(plan: Plan, codebook: Tensor, ties: Ties, device: torch.device, *, random: bool) -> Search:
     """What kernels search a codebook by, made once for each."""
     version = -1 if codebook.is_inference() else codebook._version
-    book = plan.book
+    book = plan.books.get(random)
     if book is None or version < 0 or book[0] is not codebook or book[1:3] != (version, ties):
-        book = plan.book = (codebook, version, ties, search_of(moved(codebook, device), ties))
+        levels = moved(codebook, device)
+        search = level_search_of(levels) if random else search_of(levels, ties)
+        book = plan.books[random] = (codebook, version, ties, search)
     return book[3]

@@ -13,11 +13,13 @@ def dense_kernel(
     owner: tl.tensor,
     grads: tl.tensor,
     scalars: tl.tensor,
+    counts: tl.tensor,
     GRAD: tl.constexpr,
     PARAM: tl.constexpr,
     ALIGN: tl.constexpr,
     NEGATE: tl.constexpr,
     SCALED: tl.constexpr,
+    RANDOM_PARAM: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
     """Leaves with fp32 moments: a program steps `WIDTH` entries."""
@@ -28,7 +30,8 @@ def dense_kernel(
     g = gradient(grad, offset, mask, n.grad_scale, NEGATE, SCALED)
     m = tl.load(row.mu + offset, mask=mask, other=0.0) * n.b1 + g * n.one_minus_b1
     tl.store(row.mu + offset, m, mask=mask)
-    step_param(row, n, offset, mask, m, tl.sqrt_rn(average(n, row.nu + offset, mask, g * g)))
+    root = tl.sqrt_rn(average(n, row.nu + offset, mask, g * g))
+    step_param(row, n, counts, offset, mask, m, root, ALIGN, RANDOM_PARAM)
 
 
 @jit
@@ -37,6 +40,7 @@ def block_kernel(
     owner: tl.tensor,
     grads: tl.tensor,
     scalars: tl.tensor,
+    counts: tl.tensor,
     book: tl.tensor,
     search: tl.tuple,
     GRAD: tl.constexpr,
@@ -45,6 +49,8 @@ def block_kernel(
     NEGATE: tl.constexpr,
     SCALED: tl.constexpr,
     MHAT: tl.constexpr,
+    RANDOM_CODES: tl.constexpr,
+    RANDOM_PARAM: tl.constexpr,
     DENSE: tl.constexpr,
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -62,8 +68,8 @@ def block_kernel(
     else:
         mean = tl.div_rn(tree_sum_last(g * g), length.to(tl.float32))
         nu = average(n, row.nu + block, live, mean)[:, None]
-    drive = moment(row, n, book, search, g, offset, mask, block, live, WIDTH, MHAT)
-    step_param(row, n, offset, mask, drive, tl.sqrt_rn(nu))
+    drive = moment(row, n, counts, book, search, g, offset, mask, block, live, WIDTH, ALIGN, MHAT, RANDOM_CODES)
+    step_param(row, n, counts, offset, mask, drive, tl.sqrt_rn(nu), ALIGN, RANDOM_PARAM)
 
 
 @jit
@@ -72,6 +78,7 @@ def tile_kernel(
     owner: tl.tensor,
     grads: tl.tensor,
     scalars: tl.tensor,
+    counts: tl.tensor,
     book: tl.tensor,
     search: tl.tuple,
     GRAD: tl.constexpr,
@@ -80,6 +87,8 @@ def tile_kernel(
     NEGATE: tl.constexpr,
     SCALED: tl.constexpr,
     MHAT: tl.constexpr,
+    RANDOM_CODES: tl.constexpr,
+    RANDOM_PARAM: tl.constexpr,
     HEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -112,8 +121,8 @@ def tile_kernel(
         across = tl.sqrt_rn(average(n, row.nu + at * row.across + edge, here, mean))[:, None]
         block = tl.reshape(at[:, None] * row.blocks + ((left + piece) // row.block)[None, :], [ROWS * WIDTH // BLOCK])
         exists = tl.reshape(here[:, None] & (piece < width)[None, :], [ROWS * WIDTH // BLOCK])
-        drive = moment(row, n, book, search, g, offset, mask, block, exists, BLOCK, MHAT)
-        step_param(row, n, offset, mask, drive, across * down)
+        drive = moment(row, n, counts, book, search, g, offset, mask, block, exists, BLOCK, ALIGN, MHAT, RANDOM_CODES)
+        step_param(row, n, counts, offset, mask, drive, across * down, ALIGN, RANDOM_PARAM)
 
 
 @jit
@@ -122,6 +131,7 @@ def update_kernel(
     owner: tl.tensor,
     grads: tl.tensor,
     scalars: tl.tensor,
+    counts: tl.tensor,
     book: tl.tensor,
     search: tl.tuple,
     scratch: tl.tensor,
@@ -131,6 +141,8 @@ def update_kernel(
     NEGATE: tl.constexpr,
     SCALED: tl.constexpr,
     MHAT: tl.constexpr,
+    RANDOM_CODES: tl.constexpr,
+    RANDOM_PARAM: tl.constexpr,
     SPANS: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -158,5 +170,6 @@ def update_kernel(
         offset, mask = at[:, None] * row.columns + column[None, :], here[:, None] & live[None, :]
         g = gradient(grad, offset, mask, n.grad_scale, NEGATE, SCALED)
         means = tl.load(row.nu + at[:, None] * row.across + where[None, :], mask=here[:, None], other=0.0)
-        drive = moment(row, n, book, search, g, offset, mask, at * row.blocks + piece, here, WIDTH, MHAT)
-        step_param(row, n, offset, mask, drive, tl.sqrt_rn(means) * down)
+        block = at * row.blocks + piece
+        drive = moment(row, n, counts, book, search, g, offset, mask, block, here, WIDTH, ALIGN, MHAT, RANDOM_CODES)
+        step_param(row, n, counts, offset, mask, drive, tl.sqrt_rn(means) * down, ALIGN, RANDOM_PARAM)
