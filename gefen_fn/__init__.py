@@ -9,12 +9,13 @@ An optimizer is an expression over any tree of tensors, in optax's grammar; its 
 
 `gefen_nn` runs such an expression as a `torch.optim.Optimizer`. The names, all in this module:
 
-- optimizers: `gefen`, `adam`, `adamw`, `lion`, `sgd`
+- optimizers: `gefen`, `muon`, `gefen_muon`, `adam`, `adamw`, `lion`, `sgd`
 - base: `GradientTransformation`, `apply_updates`, `incremental_update`, `identity`, `set_to_zero`, `stateless`,
   `with_extra_args_support`
 - combine: `chain`, `named_chain`, `masked`, `partition`, `inject_hyperparams`, `MultiSteps` with `has_updated`,
   `apply_if_finite`
-- directions: `scale_by_gefen`, `scale_by_adam`, `scale_by_lion`, `trace`, `ema`
+- directions: `scale_by_gefen`, `scale_by_muon`, `scale_by_adam`, `scale_by_lion`, `trace`, `ema`
+- Muon's parts: `MatrixAxes`, `muon_labels`, `scale_by_matrix_shape`, `adjust_scale`, `orthogonalize`, `NS_COEFFS`
 - scale, decay and clip: `scale`, `scale_by_learning_rate`, `scale_by_schedule`, `add_decayed_weights`, `decay_mask`,
   `clip`, `clip_by_global_norm`, `clip_by_block_rms`, `adaptive_grad_clip`, `zero_nans`, `global_norm`
 - schedules: `constant_schedule`, `linear_schedule`, `polynomial_schedule`, `piecewise_constant_schedule`,
@@ -58,7 +59,10 @@ from gefen_fn.fuse import Step, fuse
 from gefen_fn.gefen import ScaleByGefenState, scale_by_gefen
 from gefen_fn.inject import InjectHyperparamsState, inject_hyperparams
 from gefen_fn.masks import decay_mask
+from gefen_fn.muon import ScaleByMuonState, scale_by_matrix_shape, scale_by_muon
+from gefen_fn.muon_alias import gefen_muon, muon
 from gefen_fn.quantize import Quantized, dequantize, gradient_histogram, quantize, requantize
+from gefen_fn.routing import muon_labels
 from gefen_fn.scale import (
     EmaState,
     ScaleByScheduleState,
@@ -84,6 +88,7 @@ from gefen_fn.schedule import (
     warmup_stable_decay_schedule,
 )
 from gefen_fn.second_moment import Block, Dense, Factored, FactoredState
+from gefen_fn.spec import MatrixAxes, adjust_scale
 from gefen_fn.state_io import (
     NamesReport,
     compare_names,
@@ -114,6 +119,7 @@ __all__ = [
     "LeafReport",
     "MaskedNode",
     "MaskedState",
+    "MatrixAxes",
     "MultiSteps",
     "MultiStepsState",
     "NamesReport",
@@ -126,6 +132,7 @@ __all__ = [
     "ScaleByAdamState",
     "ScaleByGefenState",
     "ScaleByLionState",
+    "ScaleByMuonState",
     "ScaleByScheduleState",
     "Schedule",
     "Step",
@@ -137,6 +144,7 @@ __all__ = [
     "adamw",
     "adaptive_grad_clip",
     "add_decayed_weights",
+    "adjust_scale",
     "apply_if_finite",
     "apply_updates",
     "calibrate",
@@ -158,6 +166,7 @@ __all__ = [
     "flatten_state",
     "fuse",
     "gefen",
+    "gefen_muon",
     "global_norm",
     "gradient_histogram",
     "has_updated",
@@ -169,6 +178,8 @@ __all__ = [
     "linear_schedule",
     "lion",
     "masked",
+    "muon",
+    "muon_labels",
     "named_chain",
     "orthogonalize",
     "partition",
@@ -182,6 +193,8 @@ __all__ = [
     "scale_by_gefen",
     "scale_by_learning_rate",
     "scale_by_lion",
+    "scale_by_matrix_shape",
+    "scale_by_muon",
     "scale_by_schedule",
     "set_to_zero",
     "sgd",

@@ -13,7 +13,7 @@ from gefen_fn.scalar import Hyperparameter, check_state, is_schedule, new_count
 from gefen_fn.tree import StructureError
 
 P = ParamSpec("P")
-_FUNCTIONS_OF_PARAMS = ("mask", "param_labels", "labels")
+_FUNCTIONS_OF_PARAMS = ("mask", "param_labels", "labels", "spec", "heads")
 
 
 class InjectHyperparamsState(NamedTuple):

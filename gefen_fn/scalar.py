@@ -141,7 +141,7 @@ def check_int(name: str, value: Any, least: int, fix: str) -> None:
         raise ValueError(f"`{name}` must be an int of at least {least}: got {value!r}. {fix}")
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise `ValueError` unless `value` is one of the choices; the first is the default."""
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {choices}: got {value!r}. Use {choices[0]!r}.")

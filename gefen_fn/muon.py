@@ -1,0 +1,328 @@
+"""Muon: momentum whose matrices are made orthogonal (Jordan 2024), kept in 8 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gefen_fn.base import EmptyState, GradientTransformation, Params, Recipe, Updates, made
+from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout
+from gefen_fn.first_moment import (
+    check_blocks,
+    check_codebook,
+    check_moment,
+    first_codebook,
+    with_codebook,
+    zero_moment,
+)
+from gefen_fn.inject import takes_schedules
+from gefen_fn.quantize import Quantized
+from gefen_fn.scalar import (
+    Scalar,
+    bias_correction,
+    check_choice,
+    check_decay,
+    check_nonnegative,
+    check_state,
+    exact,
+    moving_average,
+    multiply,
+    rounded,
+)
+from gefen_fn.scale import counts
+from gefen_fn.spec import Matrices, Spec, check_rule, matrices, scale_of
+from gefen_fn.tree import (
+    Tree,
+    check_leaves,
+    leaf_choices,
+    map_update,
+    tree_leaves,
+    tree_parts,
+    tree_structure,
+    tree_unflatten,
+)
+from gefen_kernels import reference
+from gefen_kernels.moment import Drive, moment
+from gefen_kernels.newton_schulz import orthogonalize
+from gefen_kernels.ns_coefficients import ns_coefficients
+
+_ROW_DECAY = 0.95
+_ROW_EPS = 1e-8
+_ROOT_MEAN_SQUARE = 0.2
+_TINY = torch.finfo(torch.float32).tiny
+_CHUNK = 1 << 20  # entries whose squares are held at one time
+
+
+class ScaleByMuonState(NamedTuple):
+    """State of `scale_by_muon`.
+
+    Attributes:
+        count: int32 per leaf, updates of that leaf, if a formula counts them; else `EmptyState()`.
+        codebook: fp32 `[256]`, the levels of every quantized leaf.
+        learned: bool scalar, whether the codebook was learned from gradients; it is frozen then.
+        mu: per leaf a `Quantized`, or fp32 for a dense leaf.
+        nu: NorMuon's average for each row, fp32 of the leaf's shape with column axes of length 1; else `EmptyState()`.
+    """
+
+    count: Tree
+    codebook: Tensor
+    learned: Tensor
+    mu: Tree
+    nu: Tree
+
+
+class _Rule(NamedTuple):
+    """The arguments of `scale_by_muon`, with the tie rule of its codebook."""
+
+    momentum: Scalar | Tree
+    nesterov: bool
+    quantize: bool
+    coeffs: str | Sequence[Sequence[float]]
+    eps: Any
+    normuon: bool | str
+    spec: Spec
+    block: Blocks
+    codebook: str | Tensor
+    convention: str
+    ties: reference.Ties
+
+    @property
+    def counts(self) -> bool:
+        """Whether a formula corrects a bias."""
+        return self.convention == "nadam" or self.normuon == "norm_kept"
+
+
+@takes_schedules
+def scale_by_muon(
+    momentum: Scalar | Tree = 0.95,
+    nesterov: bool = True,
+    *,
+    quantize: bool = True,
+    coeffs: str | Sequence[Sequence[float]] = "standard",
+    eps: float = 1e-7,
+    normuon: bool | str = False,
+    spec: Spec = None,
+    block: Blocks = DEFAULT_BLOCK,
+    codebook: str | Tensor = "learned",
+    convention: str = "ema",
+) -> GradientTransformation:
+    """Muon's direction: about `U V^T` of the momentum's matrices `U S V^T` (Jordan 2024), by Newton-Schulz iterations.
+
+    `m = momentum m + (1 - momentum) g` is stored, as 8-bit codes of `codebook` times each block's largest magnitude;
+    the matrix that is made orthogonal is `momentum m + (1 - momentum) g` of the stored m, or without Nesterov m itself.
+    A leaf is a matrix of its first axis by all others, experts `[E, M, N]` with M, N >= 32 are E of them, and `spec`
+    says otherwise. Leaves with fewer than 4,096 entries keep an fp32 momentum. Updates are fp32. A leaf whose gradient
+    is `None` is untouched. `momentum` may be a 0-dim tensor, a tree of them per leaf, or a schedule.
+
+    Args:
+        momentum: decay of the momentum, in [0, 1).
+        nesterov: look one step ahead.
+        quantize: False keeps the whole momentum in fp32.
+        coeffs: of the iterations: a name in `NS_COEFFS`, or a list of triples.
+        eps: least Frobenius norm that a matrix is divided by.
+        normuon: `"norm_kept"` or `"paper"`: divide each row by the root of its running mean square (NorMuon, arXiv
+            2510.05491), then give the matrix the norm it had, or a root mean square of 0.2.
+        spec: which axes are the matrix, and how its rows are split: a `MatrixAxes`, a tree of those and `None`, or a
+            function of params.
+        block: entries per block of the codes: an int, a tree of ints, or `FlatBlocks`.
+        codebook: `"learned"`: from the first gradients with a non-zero quantized entry, which reads the host;
+            `"fixed"`: the default codebook; or an fp32 tensor `[256]`.
+        convention: of the momentum: `"ema"` as above and in torch.optim.Muon, `"sum"`: `m = momentum m + g`, or
+            `"nadam"`: the average with its bias corrected, looking ahead as NAdam (Dozat 2016).
+
+    Raises:
+        ValueError: if an argument is out of range; from `init`, naming it, if a leaf without a spec is no matrix.
+        RuntimeError: from `update`, if the codebook is still to be learned where the host cannot read.
+        StructureError: from `update`, if updates and state do not fit.
+    """
+    check_decay("momentum", momentum)
+    check_nonnegative("eps", eps)
+    check_blocks(block)
+    check_choice("normuon", normuon, (False, "norm_kept", "paper"))
+    check_choice("convention", convention, ("ema", "sum", "nadam"))
+    ns_coefficients(coeffs)
+    ties = check_codebook(codebook)
+    rule = _Rule(momentum, nesterov, quantize, coeffs, eps, normuon, spec, block, codebook, convention, ties)
+
+    def init(params: Params) -> ScaleByMuonState:
+        return _init(rule, params)
+
+    def update(
+        updates: Updates, state: ScaleByMuonState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, ScaleByMuonState]:
+        return _update(rule, updates, state, params)
+
+    given = {k: v for k, v in zip(rule._fields, rule, strict=True) if k != "ties"}
+    return made(Recipe("scale_by_muon", (), given), init, update)
+
+
+def _init(rule: _Rule, params: Params) -> ScaleByMuonState:
+    check_leaves(params)
+    leaves, structure = tree_leaves(params), tree_structure(params)
+    rows = list(zip(leaves, matrices(rule.spec, params), _lengths(rule, params), strict=True))
+    mu = [seen and zero_moment(p, _layout(rule, seen, length)) for p, seen, length in rows]
+    nu = [seen and p.new_zeros(seen.row_values.shape, dtype=torch.float32) for p, seen, _ in rows]
+    return ScaleByMuonState(
+        counts(params) if rule.counts else EmptyState(),
+        first_codebook(rule.codebook, params),
+        torch.zeros((), dtype=torch.bool, device="cpu"),
+        tree_unflatten(structure, mu),
+        tree_unflatten(structure, nu) if rule.normuon else EmptyState(),
+    )
+
+
+def _update(
+    rule: _Rule, updates: Updates, state: ScaleByMuonState, params: Params | None
+) -> tuple[Updates, ScaleByMuonState]:
+    check_state(state, ScaleByMuonState)
+    check_leaves(updates)
+    seen = matrices(rule.spec, updates, params)
+    if rule.quantize:
+        state = with_codebook(rule.codebook, updates, state, rule.block)
+
+    def leaf(g: Tensor, mu: Any, *rest: Any) -> tuple[Any, ...]:
+        *count, own, momentum, length = rest
+        t = [n + 1 for n in count]
+        return *_momentum(rule, state.codebook, g, mu, t, own, momentum, length), *t
+
+    kept = (state.mu, state.count) if rule.counts else (state.mu,)
+    each = (seen, _per_leaf(rule.momentum, updates), _lengths(rule, updates))
+    moved, (mu, *count) = map_update(leaf, updates, kept, each=each)
+    state = state._replace(mu=mu, count=count[0] if count else state.count)
+    return _directions(rule, moved, state, seen)
+
+
+def _lengths(rule: _Rule, tree: Tree) -> list[Any]:
+    """The block length of each leaf."""
+    return _per_leaf(rule.block.tree if isinstance(rule.block, FlatBlocks) else rule.block, tree)
+
+
+def _per_leaf(value: Any, tree: Tree) -> list[Any]:
+    if isinstance(value, (int, float, Tensor)):
+        return [value] * len(tree_leaves(tree))
+    return leaf_choices(value, tree)
+
+
+def _layout(rule: _Rule, seen: Matrices, length: int) -> LeafLayout:
+    layout = seen.layout(length, flat=isinstance(rule.block, FlatBlocks))
+    return layout if rule.quantize else replace(layout, dense=True)
+
+
+def _momentum(
+    rule: _Rule, codebook: Tensor, g: Tensor, mu: Any, t: list[Tensor], seen: Matrices, momentum: Scalar, length: int
+) -> tuple[Tensor, Any]:
+    """What is made orthogonal, and the momentum that is stored; `t` holds the leaf's count if a formula needs it."""
+    layout = _layout(rule, seen, length)
+    check_moment(g, mu, layout)
+    g, decay = g.float(), rounded(momentum)
+    rest = 1.0 if rule.convention == "sum" else rounded(1.0 - exact(momentum))
+    ahead = rule.nesterov and rule.convention != "nadam"
+    if layout.dense:
+        mu = mu * decay + g * rest
+        d = mu * decay + g * rest if ahead else mu
+    else:
+        book = codebook.to(g.device)
+        drive: Drive = "ahead" if ahead else "m_hat"
+        lie = {"block": layout.block, "start": layout.start}
+        d, *stored = moment(g, mu.codes, mu.absmax, book, decay, rest, ties=rule.ties, drive=drive, **lie)
+        mu = Quantized(*stored)
+    return (_corrected(rule, d, g, momentum, t[0]) if rule.convention == "nadam" else d), mu
+
+
+def _corrected(rule: _Rule, m: Tensor, g: Tensor, momentum: Scalar, t: Tensor) -> Tensor:
+    """NAdam's first moment (Dozat 2016): both terms with their bias corrected, m for the step to come."""
+    if not rule.nesterov:
+        return m / bias_correction(momentum, t)
+    return moving_average(momentum, m / bias_correction(momentum, t + 1), g / bias_correction(momentum, t))
+
+
+def _directions(
+    rule: _Rule, moved: Tree, state: ScaleByMuonState, seen: Sequence[Matrices | None]
+) -> tuple[Updates, ScaleByMuonState]:
+    """Orthogonal matrices in the place of the moved ones, their rows normalised if asked for."""
+    parts = [[] if own is None else own.parts(u) for u, own in zip(tree_leaves(moved), seen, strict=True)]
+    done = iter(_orthogonal(rule, [x for own in parts for x in own]))
+    found = [[next(done) for _ in own] for own in parts]
+    if not rule.normuon:
+        leaves = [own and own.join([_wide(x) for x in xs]) for own, xs in zip(seen, found, strict=True)]
+        return tree_unflatten(tree_structure(moved), leaves), state
+    each = found, seen, tree_parts(moved, state.count) if rule.counts else [None] * len(found)
+    out, (nu,) = map_update(_normalised, moved, (state.nu,), each=each)
+    return out, state._replace(nu=nu)
+
+
+def _orthogonal(rule: _Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    return [orthogonalize(x, coeffs=rule.coeffs, eps=rule.eps) for x in xs]
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def _normalised(
+    u: Tensor, nu: Tensor, found: Sequence[Tensor], seen: Matrices, count: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """NorMuon (arXiv 2510.05491) of a leaf's orthogonal matrices; without a count in the form of the paper."""
+    kept = seen.row_values
+    pairs = [_rows(_wide(x), own, count) for x, own in zip(found, kept.parts(nu), strict=True)]
+    return seen.join([x for x, _ in pairs]), kept.join([own for _, own in pairs])
+
+
+def _rows(x: Tensor, nu: Tensor, count: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows of `[.., R, C]` divided by their running root mean square `[.., R, 1]`, and the matrix rescaled.
+
+    Its norms before and after follow from the rows' mean squares.
+    """
+    square = _mean_squares(x)
+    nu = moving_average(_ROW_DECAY, nu, square)
+    root = reference.root(nu if count is None else nu / bias_correction(_ROW_DECAY, count)) + _ROW_EPS
+    after = reference.tree_sum(square / root / root, -2).unsqueeze(-2).clamp(min=_TINY)
+    if count is None:
+        norm = reference.root(_ROOT_MEAN_SQUARE**2 * x.shape[-2] / after)
+    else:
+        norm = reference.root(reference.tree_sum(square, -2).unsqueeze(-2) / after)
+    return x * (norm / root), nu
+
+
+def _mean_squares(x: Tensor) -> Tensor:
+    """Mean of the squares of each row, `[.., R, C]` -> `[.., R, 1]`."""
+    rows = x.reshape(-1, x.shape[-1])
+    chunks = torch.split(rows, max(1, _CHUNK // x.shape[-1]))
+    sums = torch.cat([reference.tree_sum(chunk * chunk, -1) for chunk in chunks])
+    return sums.reshape(*x.shape[:-1], 1) / torch.tensor(float(x.shape[-1]), device=x.device)
+
+
+def scale_by_matrix_shape(rule: str | None = "original", spec: Spec = None) -> GradientTransformation:
+    """Multiply each matrix by Muon's scale of the learning rate, see `adjust_scale`.
+
+    Args:
+        rule: `"original"` or None, `"match_rms_adamw"`, or `"none"`.
+        spec: as of `scale_by_muon`; each part of a split has its own scale.
+
+    Raises:
+        ValueError: if the rule is unknown; naming it, if a leaf without a spec is no matrix.
+    """
+    check_rule(rule)
+
+    def init(params: Params) -> EmptyState:
+        matrices(spec, params)
+        return EmptyState()
+
+    def leaf(u: Tensor, seen: Matrices) -> tuple[Tensor]:
+        scales = [scale_of(rule, *size) for size in seen.sizes]
+        if len(set(scales)) == 1:
+            return (u if scales[0] == 1.0 else multiply(scales[0], u),)
+        return (seen.join([multiply(s, part) for s, part in zip(scales, seen.parts(u), strict=True)]),)
+
+    def update(
+        updates: Updates, state: EmptyState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, EmptyState]:
+        check_state(state, EmptyState)
+        check_leaves(updates)
+        return map_update(leaf, updates, (), each=(matrices(spec, updates, params),))[0], state
+
+    return made(Recipe("scale_by_matrix_shape", (rule,), {"spec": spec}), init, update)
