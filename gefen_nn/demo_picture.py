@@ -15,16 +15,18 @@ try:
 except ImportError as error:
     raise ImportError(f"`gefen demo` draws with matplotlib: {error}. Run `pip install 'gefen-fn[demo]'`.") from error
 
-# From Okabe and Ito's palette for the colour-blind; the two differ in lightness too, for those who print in grey.
-_COLORS = {"adamw": "#d55e00", "gefen": "#0072b2"}
-# Two curves often lie on each other: the wide one is drawn first and shows on both sides of the narrow one, and a
-# validation point of the first is a ring around the second's.
-_WIDTHS = {"adamw": 6.0, "gefen": 1.8}
+# From Okabe and Ito's palette for the colour-blind; they differ in lightness too, for those who print in grey.
+_COLORS = {"adamw": "#d55e00", "gefen": "#0072b2", "gefen_muon": "#009e73"}
+# The first two curves often lie on each other: the wide one is drawn first and shows on both sides of the narrow one,
+# and a validation point of the first is a ring around the second's.
+_WIDTHS = {"adamw": 6.0, "gefen": 1.8, "gefen_muon": 2.6}
 _POINTS: dict[str, dict[str, Any]] = {
-    "adamw": {"markersize": 11, "markerfacecolor": "white", "markeredgewidth": 2.2},
-    "gefen": {"markersize": 5.5},
+    "adamw": {"marker": "o", "markersize": 11, "markerfacecolor": "white", "markeredgewidth": 2.2},
+    "gefen": {"marker": "o", "markersize": 5.5},
+    "gefen_muon": {"marker": "D", "markersize": 6.5},
 }
 _GREY = "#555555"
+_LABEL_HEIGHT = 0.13  # of the frame: what two lines of a curve's label take
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
@@ -49,13 +51,14 @@ def picture(report: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(12, 5), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
     figure.suptitle(_headline(report), fontsize=15, fontweight="bold", x=0.012, ha="left")
-    curves, memory, times = figure.subplots(1, 3, width_ratios=(4, 1, 1))
+    curves, memory, times = figure.subplots(1, 3, width_ratios=(3, 1, 1))
     _draw_losses(curves, report)
     rows = report["optimizers"]
     _draw_bars(memory, rows, "state_bytes_per_param", "Optimizer state,\nbytes per parameter", "{:.2f}")
     _draw_bars(times, rows, "optimizer_ms", "Optimizer time,\nmilliseconds", "{:.1f}")
     memory.set_xlabel(_saving(rows))
-    times.set_xlabel("of " + " and ".join(f"{row['step_ms']:.0f}" for row in rows.values()) + " ms a step")
+    *steps, last = (f"{row['step_ms']:.0f}" for row in rows.values())
+    times.set_xlabel(f"of {', '.join(steps)} and {last} ms a step" if steps else f"of {last} ms a step")
     return figure
 
 
@@ -92,11 +95,12 @@ def _draw_losses(axes: Axes, report: dict[str, Any]) -> None:
         axes.plot(row["losses"], color=color, linewidth=0.6, alpha=0.4)
         axes.plot(smoothed(row["losses"], half), color=color, linewidth=_WIDTHS[name], solid_capstyle="round")
         at, losses = zip(*row["validation"], strict=True)
-        axes.plot(at, losses, "o", color=color, clip_on=False, zorder=3, **_POINTS[name])
+        axes.plot(at, losses, linewidth=0, color=color, clip_on=False, zorder=3, **_POINTS[name])
     axes.set_title("Loss, nats per byte", loc="left", pad=25)  # the legend stands between it and the frame
     axes.set_xlabel("steps taken")
     axes.set_xlim(0, steps)
     axes.set_ylim(_loss_range([row["losses"][steps // 20 :] for row in report["optimizers"].values()]))
+    axes.locator_params(axis="y", prune="lower")  # or its label may touch the first one of the steps
     axes.grid(axis="y", color="#e6e6e6")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(length=0)
@@ -112,13 +116,24 @@ def _loss_range(curves: list[list[float]]) -> tuple[float, float]:
 
 
 def _label_ends(axes: Axes, rows: dict[str, dict[str, Any]]) -> None:
-    # The higher value stands above its point and the lower one below, so that equal values do not collide.
-    ordered = sorted(rows, key=lambda name: -rows[name]["validation_loss"])
-    for name, align, rise in zip(ordered, ("bottom", "top"), (1, -1), strict=False):
-        step, loss = rows[name]["validation"][-1]
-        text = f"{rows[name]['label']}\n{loss:.3f}"
-        style: dict[str, Any] = {"color": _COLORS[name], "fontweight": "bold", "fontsize": 12}
-        axes.annotate(text, (step, loss), (10, rise), textcoords="offset points", va=align, linespacing=1.1, **style)
+    ordered = sorted(rows.values(), key=lambda row: float(row["validation_loss"]))
+    low, high = axes.get_ylim()
+    heights = [(row["validation_loss"] - low) / (high - low) for row in ordered]
+    names = {row["label"]: name for name, row in rows.items()}
+    for row, height in zip(ordered, _apart(heights, _LABEL_HEIGHT), strict=True):
+        text = f"{row['label']}\n{row['validation_loss']:.3f}"
+        at, color = (row["validation"][-1][0], height), _COLORS[names[row["label"]]]
+        style: dict[str, Any] = {"color": color, "fontweight": "bold", "fontsize": 12, "va": "center"}
+        place: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+        axes.annotate(text, at, (10, 0), linespacing=1.1, **place, **style)
+
+
+def _apart(heights: list[float], gap: float) -> list[float]:
+    """Ascending heights moved `gap` apart, as little as possible in the mean square: an isotonic regression."""
+    rest = [height - index * gap for index, height in enumerate(heights)]
+    ends = range(len(rest))
+    fitted = [max(min(fmean(rest[a : b + 1]) for b in ends[i:]) for a in ends[: i + 1]) for i in ends]
+    return [height + index * gap for index, height in enumerate(fitted)]
 
 
 def _mark_resume(axes: Axes, resume: dict[str, Any]) -> None:
@@ -143,10 +158,11 @@ def _explain(axes: Axes, window: int) -> None:
 
 def _draw_bars(axes: Axes, rows: dict[str, dict[str, Any]], key: str, title: str, form: str) -> None:
     values = [row[key] for row in rows.values()]
-    drawn = axes.bar([row["label"] for row in rows.values()], values, color=[_COLORS[name] for name in rows], width=0.7)
+    labels = [row["label"].replace("GefenMuon", "Gefen-\nMuon") for row in rows.values()]
+    drawn = axes.bar(labels, values, color=[_COLORS[name] for name in rows], width=0.7)
     axes.bar_label(drawn, [form.format(value) for value in values], padding=3, fontsize=13, fontweight="bold")
     axes.set_title(title, loc="left")
-    axes.set_xlim(-0.5, 1.5)
+    axes.set_xlim(-0.5, max(1.5, len(rows) - 0.5))
     axes.set_ylim(0, 1.15 * max(values))
     axes.set_yticks([])
     axes.spines[["top", "right", "left"]].set_visible(False)
