@@ -10,13 +10,15 @@ from gefen_fn.tree import Tree, readable, tree_leaves, tree_paths, tree_structur
 MUON = "muon"
 _EMBEDDING = re.compile(r"embed|(^|_)(wte|wpe|emb)\d*(_|$)", re.IGNORECASE)
 _OUTPUT = re.compile(r"^(lm_)?head$|(^|_)(classifier|score)(_|$)", re.IGNORECASE)
+_OUTPUT_OF_ALL = re.compile(r"((module|_orig_mod)\.)*(fc|output)\.weight")  # a block may have an `fc` of its own
+_BIAS = re.compile(r"(^|_)bias(_|$)", re.IGNORECASE)
 
 
 def other_reason(path: str, shape: Sequence[int]) -> str | None:
     """Why a leaf is not Muon's by its path and shape; None if it is.
 
     Embeddings and output layers are rows looked up or scored one by one, not maps between features: their names tell,
-    the leaf's own or its module's.
+    the leaf's own or its module's, places in a list not counted. A table of biases is no map either.
 
     Args:
         path: its keys joined by dots.
@@ -25,10 +27,12 @@ def other_reason(path: str, shape: Sequence[int]) -> str | None:
     reason = not_muon_reason(shape)
     if reason is not None:
         return reason
-    names = re.split(r"\.|%2E", path)[-2:]
+    names = [name for name in readable(path).split(".") if not name.isdigit()][-2:]
     if any(_EMBEDDING.search(name) for name in names):
         return "an embedding by its name"
-    return "an output layer by its name" if any(_OUTPUT.search(name) for name in names) else None
+    if _OUTPUT_OF_ALL.fullmatch(readable(path)) or any(_OUTPUT.search(name) for name in names):
+        return "an output layer by its name"
+    return "a bias by its name" if names and _BIAS.search(names[-1]) else None
 
 
 def muon_reasons(params: Params, spec: Spec = None) -> list[str | None]:

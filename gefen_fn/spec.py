@@ -154,6 +154,8 @@ def not_muon_reason(shape: Sequence[int]) -> str | None:
     """Why a leaf of this shape is not Muon's without a spec; None if it is."""
     if len(shape) < 2:
         return "fewer than 2 axes"
+    if max(shape) == math.prod(shape):
+        return "one row or column"
     if len(shape) > 2 and shape[1] == 1:
         return "a depthwise convolution"
     sizes = matrices_of(shape, default_axes(shape)).sizes
