@@ -97,7 +97,7 @@ def recorded(call: Callable[[], object]) -> list[Launch]:
     def record(kernel: Any, *args: Any, grid: tuple[int, ...], warmup: bool, **options: Any) -> None:
         launches.append(Launch(kernel, args, options))
 
-    anywhere = mock.patch("gefen_kernels.triton_codec.on_device", lambda x: contextlib.nullcontext())
+    anywhere = mock.patch("gefen_kernels.triton_base.on_device", lambda x: contextlib.nullcontext())
     with anywhere, mock.patch.object(triton.JITFunction, "run", record):
         call()
     return launches

@@ -5,43 +5,23 @@ The functions of registers (`encode_block`, `decode_block`, `tree_sum_last`, ...
 """
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import reference
-from .reference import Ties
+from gefen_kernels import reference
+from gefen_kernels.reference import Ties
+from gefen_kernels.triton_base import jit, launch, magnitude_bits, widen
+from gefen_kernels.triton_levels import level_search_of, nearest_code, search_of, stochastic_code
 
-_CELLS = 16384
 _ENTRIES, _FEWER = 2048, 512  # of one program; fewer where a thread's registers would not hold them
 _PROGRAMS = 1024  # of a histogram: enough to fill any device, few enough to add up
 # Not `tl.max` and `tl.sum`: kernels that triton made as it was imported, for the compiler or the interpreter alone.
 _larger, _plus = tl.standard._elementwise_max, tl.standard._sum_combine
-
-
-def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`, typed."""
-    return triton.jit(function)
-
-
-class Search(NamedTuple):
-    """What a kernel needs to find codes: the code of x is the number of bounds below x.
-
-    Attributes:
-        table: uint8 `[16384]`, for each cell of [-1, 1] the number of bounds in the cells before it.
-        bounds: fp32 `[256]`, ascending, padded with infinity.
-        info: int32 `[4]`: the bounds in the fullest cell; the code of zero; first and last of the codes written as it.
-    """
-
-    table: Tensor
-    bounds: Tensor
-    info: Tensor
 
 
 class Blocks(NamedTuple):
@@ -51,21 +31,6 @@ class Blocks(NamedTuple):
     per_row: int
     columns: int
     block: int
-
-
-@jit
-def widen(x: tl.tensor) -> tl.tensor:
-    """Entries of fp32, bf16 or fp16 as fp32; bf16 by bits, because triton's interpreter loses its subnormals."""
-    if x.dtype == tl.bfloat16:
-        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
-
-
-@jit
-def magnitude_bits(x: tl.tensor) -> tl.tensor:
-    """The bits of `|x|` as int32: ordered as the magnitudes are, infinity at 0x7F800000 and NaN above it."""
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
@@ -90,51 +55,6 @@ def tree_sum_first(x: tl.tensor) -> tl.tensor:
         if x.shape[0] > 1:
             x = tl.reduce(tl.reshape(x, [x.shape[0] // 2, 2, x.shape[1]]), 1, _plus)
     return tl.reshape(x, [x.shape[1]])
-
-
-@jit
-def below(x: tl.tensor, search: tl.tuple) -> tl.tensor:
-    """The number of bounds below each finite x, int32.
-
-    The cell of x never decreases as x grows: bounds in earlier cells are below x, those in later ones are not.
-    """
-    cell = tl.minimum(tl.maximum((x + 1.0) * 8192.0, 0.0), 16383.0).to(tl.int32)
-    code = tl.load(search.table + cell).to(tl.int32)
-    fullest = tl.load(search.info)
-    if fullest <= 2:
-        for _ in range(fullest):
-            code += (tl.load(search.bounds + code) < x).to(tl.int32)
-    else:
-        code, step = code * 0, 128
-        for _ in range(8):
-            code += tl.where(tl.load(search.bounds + code + (step - 1)) < x, step, 0)
-            step = step // 2
-    return code
-
-
-@jit
-def with_zero(code: tl.tensor, finite: tl.tensor, search: tl.tuple) -> tl.tensor:
-    """uint8 codes: that of zero for entries that are not finite and for every other code of the level 0."""
-    zero, first, last = tl.load(search.info + 1), tl.load(search.info + 2), tl.load(search.info + 3)
-    return tl.where(finite & ((code < first) | (code > last)), code, zero).to(tl.uint8)
-
-
-@jit
-def nearest_code(x: tl.tensor, search: tl.tuple) -> tl.tensor:
-    """`reference.nearest` for fp32 entries."""
-    finite = magnitude_bits(x) < 0x7F800000
-    return with_zero(below(tl.where(finite, x, 0.0), search), finite, search)
-
-
-@jit
-def stochastic_code(x: tl.tensor, noise: tl.tensor, book: tl.tensor, search: tl.tuple) -> tl.tensor:
-    """The reference's codes rounded up or down by `noise`; the search is `level_search_of(book)`."""
-    finite = magnitude_bits(x) < 0x7F800000
-    x = tl.where(finite, x, 0.0)
-    code = below(x, search)
-    low, high = tl.load(book + code), tl.load(book + code + 1)
-    share = tl.div_rn(tl.where(x < 0, high - x, x - low), high - low)
-    return with_zero(code + ((x < 0) != (noise < share)).to(tl.int32), finite, search)
 
 
 @jit
@@ -255,53 +175,11 @@ def _translate_kernel(codes: tl.tensor, table: tl.tensor, out: tl.tensor, size: 
     tl.store(out + offset, tl.load(table + code.to(tl.int32)), mask=offset < size)
 
 
-def launch(kernel: Any, programs: int, *args: Any, warps: int = 4, **named: Any) -> None:
-    """Run a kernel as `programs` programs, without contraction of a product into a sum.
-
-    Args:
-        kernel: made by `jit`; its first argument is a tensor.
-        programs: 0 launches nothing.
-        args: the kernel's arguments.
-        warps: of one program.
-        named: the other arguments, `tl.constexpr` ones among them.
-    """
-    with on_device(args[0]):
-        if programs:
-            kernel[(programs,)](*args, num_warps=warps, enable_fp_fusion=False, **named)
-
-
-def on_device(x: Tensor) -> AbstractContextManager[object]:
-    """In this context kernels run where x is.
-
-    Raises:
-        ValueError: if x is not on a GPU and the kernels are not triton's interpreter's.
-    """
-    if x.is_cuda:
-        return torch.cuda.device(x.device)
-    if isinstance(widen, triton.JITFunction):
-        raise ValueError(
-            f"A Triton kernel takes tensors on a GPU: got one on {x.device}. Use `gefen_kernels.reference`, or set "
-            "TRITON_INTERPRET=1 before triton is imported."
-        )
-    return np.errstate(all="ignore")  # the interpreter computes with numpy, which warns of 0 / 0
-
-
 def blocks_of(shape: Sequence[int], block: int, start: int) -> Blocks:
     """The blocks of a leaf of `shape`."""
     *lead, per_row = reference.scale_shape(shape, block, start)
     columns = math.prod(shape[start:])
     return Blocks(math.prod(lead) * per_row, per_row, columns, max(1, min(block, columns)))
-
-
-def search_of(codebook: Tensor, ties: Ties = "zero") -> Search:
-    """What kernels need to find the nearest level of a codebook `[K]`; made on its device without waiting for it."""
-    return _search(codebook, reference.midpoints(codebook, ties))
-
-
-def level_search_of(codebook: Tensor) -> Search:
-    """What kernels need to find the levels around x: the code at or below it, of those with one above."""
-    levels = codebook[1:-1]  # at or above a level is above the number before it
-    return _search(codebook, torch.nextafter(levels, torch.full_like(levels, -math.inf)))
 
 
 def nearest(x: Tensor, codebook: Tensor, *, ties: Ties = "zero") -> Tensor:
@@ -391,17 +269,3 @@ def _launch_blocks(
 def _launch_flat(kernel: Any, x: Tensor, *args: Any) -> None:
     """Launch a kernel that knows no blocks: its arguments are x, `args` and the number of entries."""
     launch(kernel, triton.cdiv(x.numel(), _FEWER), x, *args, x.numel(), WIDTH=_FEWER)
-
-
-def _search(codebook: Tensor, bounds: Tensor) -> Search:
-    cells = ((bounds + 1) * (_CELLS // 2)).clamp(0, _CELLS - 1).to(torch.int32)
-    every = torch.arange(_CELLS, dtype=torch.int32, device=bounds.device)
-    table = torch.searchsorted(cells, every, out_int32=True)
-    fullest = (torch.searchsorted(cells, every, right=True, out_int32=True) - table).amax()
-    middle = codebook.shape[0] // 2
-    # Without a zero in the middle no code is another's: none is at least 256.
-    first = torch.where(codebook[middle] == 0, (codebook < 0).sum(), 256)
-    last = (codebook <= 0).sum() - 1
-    info = torch.stack([fullest, torch.full_like(fullest, middle), first, last]).to(torch.int32)
-    padding = bounds.new_full((256 - bounds.shape[0],), math.inf)
-    return Search(table.to(torch.uint8), torch.cat([bounds, padding]), info)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from gefen_kernels.step import PARAM_STREAM, SCALARS
-from gefen_kernels.triton_codec import decode_block, encode_block, encode_block_at_random, jit, widen
+from gefen_kernels.triton_base import jit, widen
+from gefen_kernels.triton_codec import decode_block, encode_block, encode_block_at_random
 from gefen_kernels.triton_random import random_words, round_to_bf16, uniform
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gefen_kernels.reference import Ties, block_count
 from gefen_kernels.step import Leaf
-from gefen_kernels.triton_codec import Search
+from gefen_kernels.triton_levels import Search
 from gefen_kernels.triton_parts import Row
 from gefen_kernels.triton_stats import SPAN, STRIP, mean_kernel, sum_kernel
 from gefen_kernels.triton_update import block_kernel, dense_kernel, tile_kernel, update_kernel

@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from gefen_kernels.triton_codec import jit, magnitude_bits
+from gefen_kernels.triton_base import jit, magnitude_bits
 
 
 @jit

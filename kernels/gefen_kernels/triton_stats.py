@@ -6,7 +6,8 @@ trees, is the tree over the tile.
 
 import triton.language as tl
 
-from gefen_kernels.triton_codec import jit, tree_sum_first, tree_sum_last
+from gefen_kernels.triton_base import jit
+from gefen_kernels.triton_codec import tree_sum_first, tree_sum_last
 from gefen_kernels.triton_parts import Numbers, Row, average, gradient, numbers_of, pointer, row_of
 
 STRIP = tl.constexpr(128)

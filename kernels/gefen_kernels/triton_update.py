@@ -2,7 +2,8 @@
 
 import triton.language as tl
 
-from gefen_kernels.triton_codec import Blocks, jit, place, tree_sum_last
+from gefen_kernels.triton_base import jit
+from gefen_kernels.triton_codec import Blocks, place, tree_sum_last
 from gefen_kernels.triton_parts import average, gradient, moment, numbers_of, pointer, row_of, step_param
 from gefen_kernels.triton_stats import SPAN, column_slot, column_squares, normaliser, strip_of, unravel
 
