@@ -8,16 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gefen_fn import agree
 from gefen_fn.base import GradientTransformation, Params, ScalarOrSchedule, Updates
 from gefen_fn.blocks import start_axis
 from gefen_fn.scalar import Scalar, check_positive, exact, multiply, rounded, wide_dtype
 from gefen_fn.scale import by_leaf, by_scalar, map_scalar, need_params
-from gefen_fn.tree import Tree, check_floating, tree_leaves
+from gefen_fn.shards import local
+from gefen_fn.tree import Tree, check_floating, check_leaves, tree_leaves
 from gefen_kernels import reference
 
 
 def global_norm(updates: Updates, sum_of_squares: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
-    """L2 norm over all leaves, as one fp32 scalar; `None` leaves count nothing.
+    """L2 norm over all leaves, as one fp32 scalar; `None` leaves count nothing, replicas and shards each entry once.
 
     Squares are added block by block in fp32 by a fixed tree, then in float64, and the root is rounded once.
 
@@ -26,13 +28,15 @@ def global_norm(updates: Updates, sum_of_squares: Callable[[Tensor, int], Tensor
         sum_of_squares: `(leaf, first column axis) -> 0-dim float64`, a back end's; the reference's if None.
     """
     add = sum_of_squares or (lambda x, start: reference.sum_of_squares(x, start=start))
-    total = torch.zeros((), dtype=torch.float64, device="cpu")
-    for u in tree_leaves(updates):
-        if u is not None:
-            check_floating(u)
-            square = add(u, min(start_axis(u.shape), u.ndim))
-            total = square + total.to(square.device)
-    return total.sqrt().float()
+    check_leaves(updates)
+    leaves = tree_leaves(updates)
+    group = agree.group_of(leaves)
+    squares = torch.zeros((), dtype=torch.float64, device="cpu")
+    for u, counts in zip(leaves, agree.counted(leaves, group), strict=True):
+        if u is not None and counts:
+            square = add(local(u), min(start_axis(u.shape), u.ndim))
+            squares = square + squares.to(square.device)
+    return agree.total(squares, group).sqrt().float()
 
 
 def _sum_of_squares(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Column means of tiles that several members hold rows of: finished by one, given back to all.
 
 Members send each other the sums of the maximal complete subtrees of their rows, each to the holder of the column, who
-finishes the tree, so the bits of a mean do not depend on where the cuts are.
+finishes the tree; so the bits of a mean do not depend on where the cuts are.
 """
 
 from collections.abc import Iterator
@@ -17,6 +17,7 @@ from gefen_fn.tiles import Tiles, lengths
 from gefen_kernels import reference
 
 Node = tuple[int, int]
+Range = tuple[int, int]
 
 
 class Columns(NamedTuple):
@@ -31,8 +32,110 @@ class Columns(NamedTuple):
     means: Tensor
 
 
+class _Cut(NamedTuple):
+    """A tile of which rows are held here.
+
+    Attributes:
+        top: the first of them, among all rows held here.
+        height: rows of the tile.
+        own: this member.
+        parts: the rows of the tile that each member holds, by member; without those that hold none.
+        slots: the rows of its packed means that each of them stores.
+    """
+
+    top: int
+    height: int
+    own: int
+    parts: dict[int, Range]
+    slots: dict[int, Range]
+
+    @property
+    def others(self) -> list[int]:
+        """The other members that hold rows."""
+        return [m for m in self.parts if m != self.own]
+
+    @property
+    def stored(self) -> slice:
+        """Where its means stored here lie, among all rows held here."""
+        low, high = self.slots[self.own]
+        return slice(self.top, self.top + high - low)
+
+
+def finish_columns(tiles: Tiles, rows: Rows, square: Tensor, col: Tensor, b2: Scalar) -> Program[Columns]:
+    """The new column means of a leaf: out go partial sums, back come finished means.
+
+    Args:
+        tiles: of the leaf.
+        rows: who holds which rows.
+        square: fp32 `[.., R, C]`, the squares of the rows held here.
+        col: fp32 `[.., R, W]`, the means stored here.
+        b2: their decay.
+    """
+    cuts = list(_cuts(tiles, rows))
+    lead, out, back = square.shape[:-2], Parcel(rows.group, col.device), Parcel(rows.group, col.device)
+    sums = [_packed_sums(tiles, cut, square) for cut in cuts]
+    del square  # as large as the leaf, and all leaves wait here together
+    for cut, own in zip(cuts, sums, strict=True):
+        _send_sums(out, cut, own, lead, tiles.slots)
+    came = yield out
+    new = torch.zeros_like(col)
+    for cut, own in zip(cuts, sums, strict=True):
+        nodes = {node: _rows(x, cut.slots[cut.own]) for node, x in own.items()}
+        nodes.update({node: next(came[m]) for m in cut.others for node in subtrees(*cut.parts[m])})
+        mean = finish(nodes, cut.height)
+        mean = mean / lengths((cut.height,), mean)
+        new[..., cut.stored, :] = moving_average(b2, col[..., cut.stored, :], mean)
+        _send_means(back, cut, new[..., cut.stored, :], lead, tiles.slots)
+    came = yield back
+    packed = col.new_zeros((*lead, len(cuts), tiles.packed, tiles.slots))
+    for n, cut in enumerate(cuts):
+        for m, (low, high) in cut.slots.items():
+            packed[..., n, low:high, :] = new[..., cut.stored, :] if m == cut.own else next(came[m])
+    return Columns(new, tiles.unpack(packed))
+
+
+def _cuts(tiles: Tiles, rows: Rows) -> Iterator[_Cut]:
+    top = 0
+    for k, height in enumerate(tiles.heights, tiles.first):
+        held = {
+            m: (max(a - k * tiles.height, 0), min(b - k * tiles.height, height)) for m, (a, b) in enumerate(rows.ranges)
+        }
+        parts = {m: (a, b) for m, (a, b) in held.items() if a < b}
+        slots = {m: (min(a, tiles.packed), min(b, tiles.packed)) for m, (a, b) in parts.items()}
+        yield _Cut(top, height, rows.own, parts, slots)
+        top += parts[rows.own][1] - parts[rows.own][0]
+
+
+def _packed_sums(tiles: Tiles, cut: _Cut, square: Tensor) -> dict[Node, Tensor]:
+    """The sums of the subtrees of the rows held here, each `[.., Q, W]`."""
+    first, last = cut.parts[cut.own]
+    below = cut.top - first
+    rows = {(level, i): (below + (i << level), 1 << level) for level, i in subtrees(first, last)}
+    return {node: tiles.pack(reference.tree_sum(square.narrow(-2, *at), -2)) for node, at in rows.items()}
+
+
+def _send_sums(parcel: Parcel, cut: _Cut, sums: dict[Node, Tensor], lead: torch.Size, width: int) -> None:
+    """Each sum to the holders of its columns."""
+    low, high = cut.slots[cut.own]
+    for m in cut.others:
+        parcel.send[m] += [_rows(x, cut.slots[m]) for x in sums.values()]
+        parcel.expect[m] += [(*lead, high - low, width)] * len(subtrees(*cut.parts[m]))
+
+
+def _send_means(parcel: Parcel, cut: _Cut, own: Tensor, lead: torch.Size, width: int) -> None:
+    """The means stored here to all that hold rows of the tile."""
+    for m in cut.others:
+        low, high = cut.slots[m]
+        parcel.send[m].append(own)
+        parcel.expect[m].append((*lead, high - low, width))
+
+
+def _rows(x: Tensor, at: Range) -> Tensor:
+    return x[..., at[0] : at[1], :]
+
+
 def subtrees(first: int, last: int) -> list[Node]:
-    """The maximal complete subtrees `(level, index)` that cover rows `first .. last - 1` of a binary tree."""
+    """The maximal complete subtrees `(level, index)` that cover rows `first .. last - 1` of a binary tree, sorted."""
     out: list[Node] = []
     level = 0
     while first < last:
@@ -54,140 +157,3 @@ def finish(nodes: dict[Node, Tensor], rows: int) -> Tensor:
             nodes[level + 1, index] = left if right is None else left + right
     (total,) = nodes.values()
     return total
-
-
-class _Cut(NamedTuple):
-    """A tile as all members hold it.
-
-    Attributes:
-        height: its rows.
-        parts: `(first, last + 1)` of each member's rows of it, by member; those that hold none are missing.
-        slots: `(first, last + 1)` of each member's rows of its packed means.
-    """
-
-    height: int
-    parts: dict[int, tuple[int, int]]
-    slots: dict[int, tuple[int, int]]
-
-
-def _cuts(tiles: Tiles, rows: Rows) -> Iterator[_Cut]:
-    """The tiles of which rows are held here."""
-    for k, height in enumerate(tiles.heights, tiles.first):
-        top = k * tiles.height
-        held = {m: (max(a - top, 0), min(b - top, height)) for m, (a, b) in enumerate(rows.ranges)}
-        parts = {m: (a, b) for m, (a, b) in held.items() if a < b}
-        slots = {m: (min(a, tiles.packed), min(b, tiles.packed)) for m, (a, b) in parts.items()}
-        yield _Cut(height, parts, slots)
-
-
-def finish_columns(tiles: Tiles, rows: Rows, square: Tensor, col: Tensor, b2: Scalar) -> Program[Columns]:
-    """The new column means of a leaf: out go partial sums, back come finished means.
-
-    Args:
-        tiles: of the leaf.
-        rows: who holds which rows.
-        square: fp32 `[.., R, C]`, the squares of the rows held here.
-        col: fp32 `[.., R, W]`, the means stored here.
-        b2: their decay.
-    """
-    me, cuts = rows.own, list(_cuts(tiles, rows))
-    lead, starts = square.shape[:-2], _starts(tiles)
-    sums = [_packed_sums(tiles, cut.parts[me], square, at) for cut, at in zip(cuts, starts, strict=True)]
-    came = yield _out(tiles, rows, cuts, sums, lead.numel())
-    fresh = [
-        _finished(cut, me, nodes) for cut, nodes in zip(cuts, _received(tiles, cuts, me, sums, came, lead), strict=True)
-    ]
-    new = torch.zeros_like(col)
-    for cut, mean, at in zip(cuts, fresh, starts, strict=True):
-        stored = slice(at, at + mean.shape[-2])
-        new[..., stored, :] = moving_average(b2, col[..., stored, :], mean / lengths((cut.height,), mean))
-    own = [new[..., at : at + mean.shape[-2], :] for mean, at in zip(fresh, starts, strict=True)]
-    came = yield _back(tiles, rows, cuts, own, lead.numel())
-    return Columns(new, tiles.unpack(_assembled(tiles, cuts, me, own, came, lead, square)))
-
-
-def _starts(tiles: Tiles) -> list[int]:
-    """Where each tile's rows begin among those held here."""
-    ends = [sum(b - a for a, b in tiles.parts[: n + 1]) for n in range(len(tiles.parts))]
-    return [0, *ends[:-1]]
-
-
-def _packed_sums(tiles: Tiles, part: tuple[int, int], square: Tensor, at: int) -> dict[Node, Tensor]:
-    """The sums of a part's subtrees, each `[.., Q, W]`."""
-    first, last = part
-    out = {}
-    for level, index in subtrees(first, last):
-        low = at + (index << level) - first
-        out[level, index] = tiles.pack(reference.tree_sum(square[..., low : low + (1 << level), :], -2))
-    return out
-
-
-def _out(tiles: Tiles, rows: Rows, cuts: list[_Cut], sums: list[dict[Node, Tensor]], lead: int) -> Parcel:
-    """Each member's columns of the sums of the rows held here."""
-    send: dict[int, list[Tensor]] = {}
-    expect: dict[int, int] = {}
-    for cut, nodes in zip(cuts, sums, strict=True):
-        mine = cut.slots[rows.own]
-        for m in cut.parts.keys() - {rows.own}:
-            low, high = cut.slots[m]
-            send.setdefault(m, []).extend(x[..., low:high, :].reshape(-1) for x in nodes.values())
-            size = lead * (mine[1] - mine[0]) * tiles.slots
-            expect[m] = expect.get(m, 0) + len(subtrees(*cut.parts[m])) * size
-    return Parcel(rows.group, {m: torch.cat(parts) for m, parts in send.items()}, expect)
-
-
-def _received(
-    tiles: Tiles, cuts: list[_Cut], me: int, sums: list[dict[Node, Tensor]], came: dict[int, Tensor], lead: torch.Size
-) -> Iterator[dict[Node, Tensor]]:
-    """All members' sums of the columns stored here, for each tile."""
-    left = dict(came)
-    for cut, nodes in zip(cuts, sums, strict=True):
-        low, high = cut.slots[me]
-        shape = (*lead, high - low, tiles.slots)
-        all_nodes = {node: x[..., low:high, :] for node, x in nodes.items()}
-        for m in sorted(cut.parts.keys() - {me}):
-            names = subtrees(*cut.parts[m])
-            size = lead.numel() * (high - low) * tiles.slots
-            parts = left[m][: size * len(names)].split(size) if size else [left[m][:0]] * len(names)
-            left[m] = left[m][size * len(names) :]
-            all_nodes.update({node: x.reshape(shape) for node, x in zip(names, parts, strict=True)})
-        yield all_nodes
-
-
-def _finished(cut: _Cut, me: int, nodes: dict[Node, Tensor]) -> Tensor:
-    return finish(nodes, cut.height)
-
-
-def _back(tiles: Tiles, rows: Rows, cuts: list[_Cut], own: list[Tensor], lead: int) -> Parcel:
-    """The finished columns stored here, to all that hold rows of their tile."""
-    send: dict[int, list[Tensor]] = {}
-    expect: dict[int, int] = {}
-    for cut, x in zip(cuts, own, strict=True):
-        for m in cut.parts.keys() - {rows.own}:
-            low, high = cut.slots[m]
-            send.setdefault(m, []).append(x.reshape(-1))
-            expect[m] = expect.get(m, 0) + lead * (high - low) * tiles.slots
-    return Parcel(rows.group, {m: torch.cat(parts) for m, parts in send.items()}, expect)
-
-
-def _assembled(
-    tiles: Tiles,
-    cuts: list[_Cut],
-    me: int,
-    own: list[Tensor],
-    came: dict[int, Tensor],
-    lead: torch.Size,
-    like: Tensor,
-) -> Tensor:
-    """The packed means of all tiles held here: `[.., n, Q, W]`."""
-    out = like.new_zeros((*lead, len(cuts), tiles.packed, tiles.slots))
-    left = dict(came)
-    for n, (cut, mine) in enumerate(zip(cuts, own, strict=True)):
-        for m, (low, high) in cut.slots.items():
-            if m != me:
-                size = lead.numel() * (high - low) * tiles.slots
-                mine_or_theirs, left[m] = left[m][:size].reshape(*lead, high - low, tiles.slots), left[m][size:]
-            else:
-                mine_or_theirs = mine
-            out[..., n, low:high, :] = mine_or_theirs
-    return out

@@ -5,8 +5,9 @@ leaves to their next parcel and answers them by one all-to-all for each group.
 """
 
 from collections import defaultdict
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,23 +16,49 @@ from torch import Tensor
 Result = TypeVar("Result")
 
 
-class Parcel(NamedTuple):
-    """What one leaf sends to the other members of a group, and what it expects of them.
+@dataclass
+class Parcel:
+    """What one leaf sends to the other members of a group, and what it expects of them, in order.
 
     Attributes:
         group: the process group.
-        send: a tensor for each member of the group.
-        expect: the number of entries that each member sends.
-        dtype: of the entries, both ways.
+        device: where the tensors are.
+        dtype: of the tensors, both ways.
+        send: tensors for each member.
+        expect: shapes of the tensors that each member sends.
     """
 
     group: Any
-    send: Mapping[int, Tensor]
-    expect: Mapping[int, int]
+    device: torch.device
     dtype: torch.dtype = torch.float32
+    send: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    expect: defaultdict[int, list[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(list))
+
+    def bytes_for(self, member: int) -> Tensor:
+        """All that goes to a member."""
+        parts = [x.to(self.dtype).reshape(-1) for x in self.send[member]]
+        return torch.cat(parts).view(torch.uint8) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
+
+    def bytes_from(self, member: int) -> int:
+        """The size of all that comes from a member."""
+        return sum(_numel(shape) for shape in self.expect[member]) * self.dtype.itemsize
+
+    def opened(self, came: Mapping[int, Tensor]) -> "Answer":
+        """What came from each member, in the shapes announced."""
+        return {m: iter(self._split(self.expect[m], raw)) for m, raw in came.items()}
+
+    def _split(self, shapes: Sequence[tuple[int, ...]], raw: Tensor) -> list[Tensor]:
+        # A parcel need not begin at a multiple of its own entries.
+        parts = raw.clone().view(self.dtype).split([_numel(shape) for shape in shapes])
+        return [x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)]
 
 
-Program = Generator[Parcel, dict[int, Tensor], Result]
+Answer = dict[int, Iterator[Tensor]]
+Program = Generator[Parcel, Answer, Result]
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
 
 
 def run_together(programs: Sequence[Program[Result] | None]) -> list[Result | None]:
@@ -44,58 +71,32 @@ def run_together(programs: Sequence[Program[Result] | None]) -> list[Result | No
         What each program returns.
     """
     results: list[Result | None] = [None] * len(programs)
-    waiting: dict[int, Parcel] = {}
-    answers: dict[int, dict[int, Tensor] | None] = {i: None for i, p in enumerate(programs) if p is not None}
+    answers: dict[int, Answer | None] = {i: None for i, program in enumerate(programs) if program is not None}
     while answers:
-        waiting = {}
+        waiting: dict[int, Parcel] = {}
         for i, answer in answers.items():
-            program = programs[i]
-            assert program is not None  # only programs have answers
             try:
-                waiting[i] = program.send(answer) if answer is not None else next(program)
+                waiting[i] = programs[i].send(answer)  # type: ignore[union-attr, arg-type]  # None starts a generator
             except StopIteration as end:
                 results[i] = end.value
-        answers = {}
-        for numbers in _by_group(waiting):
-            received = _swap([waiting[i] for i in numbers])
-            answers.update(zip(numbers, received, strict=True))
+        answers = {i: answer for numbers in _by_group(waiting) for i, answer in _swap(numbers).items()}
     return results
 
 
-def _by_group(waiting: Mapping[int, Parcel]) -> list[list[int]]:
-    groups: defaultdict[Any, list[int]] = defaultdict(list)
+def _by_group(waiting: Mapping[int, Parcel]) -> list[dict[int, Parcel]]:
+    groups: defaultdict[Any, dict[int, Parcel]] = defaultdict(dict)
     for i, parcel in waiting.items():
-        groups[parcel.group].append(i)
+        groups[parcel.group][i] = parcel
     return list(groups.values())
 
 
-def _swap(parcels: Sequence[Parcel]) -> list[dict[int, Tensor]]:
-    """One all-to-all of bytes: what each member sends for each parcel."""
-    group = parcels[0].group
+def _swap(parcels: Mapping[int, Parcel]) -> dict[int, Answer]:
+    """One all-to-all of bytes between the members of one group."""
+    group = next(iter(parcels.values())).group
     members = range(dist.get_world_size(group))
-    out = [[_bytes(p.send[m], p.dtype) for p in parcels if m in p.send] for m in members]
-    sizes = [[p.expect.get(m, 0) * p.dtype.itemsize for p in parcels] for m in members]
-    device = next((x.device for x in sum(out, [])), _device(group))
-    sent = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *sum(out, [])])
-    came = torch.empty(sum(map(sum, sizes)), dtype=torch.uint8, device=device)
-    dist.all_to_all_single(came, sent, [sum(s) for s in sizes], [sum(len(x) for x in o) for o in out], group=group)
-    pieces = iter(came.split(sum(sizes, [])))
-    answers: list[dict[int, Tensor]] = [{} for _ in parcels]
-    for m in members:
-        for answer, parcel in zip(answers, parcels, strict=True):
-            piece = next(pieces)
-            if m in parcel.expect:
-                # Entries of unlike sizes follow each other, so that a piece need not begin at a multiple of its own.
-                answer[m] = piece.clone().view(parcel.dtype)
-    return answers
-
-
-def _bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype).contiguous().reshape(-1).view(torch.uint8)
-
-
-def _device(group: Any) -> torch.device:
-    """A device that the group can serve."""
-    return torch.device(
-        "cpu" if "gloo" in dist.get_backend(group) else torch.accelerator.current_accelerator() or "cpu"
-    )
+    out = [torch.cat([p.bytes_for(m) for p in parcels.values()]) for m in members]
+    sizes = [[p.bytes_from(m) for p in parcels.values()] for m in members]
+    came = out[0].new_empty(sum(map(sum, sizes)))
+    dist.all_to_all_single(came, torch.cat(out), [sum(s) for s in sizes], [len(x) for x in out], group=group)
+    parts = [x.split(s) for x, s in zip(came.split([sum(s) for s in sizes]), sizes, strict=True)]
+    return {i: p.opened({m: parts[m][n] for m in members}) for n, (i, p) in enumerate(parcels.items())}

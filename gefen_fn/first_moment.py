@@ -10,7 +10,7 @@ from gefen_fn.blocks import Blocks, FlatBlocks, LeafLayout, check_block
 from gefen_fn.calibrate import learn_once
 from gefen_fn.quantize import Quantized, quantized_zeros, requantize, tie_rule
 from gefen_fn.scalar import check_choice
-from gefen_fn.shards import zeros_placed
+from gefen_fn.shards import local, zeros_placed
 from gefen_fn.tree import StructureError, tree_leaves, tree_map
 from gefen_kernels import reference
 from gefen_kernels.codebook import default_codebook
@@ -53,7 +53,7 @@ def with_codebook(codebook: str | Tensor, updates: Updates, state: Any, block: B
     if book is state.codebook:
         return state
     moved = requantize(state.mu, state.codebook, book, block=block)
-    mu = tree_map(lambda old, new: old if torch.equal(old, new) else new, state.mu, moved)
+    mu = tree_map(lambda old, new: old if torch.equal(local(old), local(new)) else new, state.mu, moved)
     return state._replace(codebook=book, learned=learned, mu=mu)
 
 

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layouts
-from gefen_fn.shards import zeros_placed
+from gefen_fn import agree
+from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layout_list, layouts
+from gefen_fn.shards import like_piece, local, zeros_placed
 from gefen_fn.tree import StructureError, Tree, broadcast, check_leaves, tree_leaves, tree_map
 from gefen_kernels import reference
 
@@ -91,8 +92,9 @@ def dequantize(q: Tree, codebook: Tensor, *, block: Blocks = DEFAULT_BLOCK, like
     """
 
     def decode(x: Quantized, length: int) -> Tensor:
-        start = x.absmax.ndim - 1
-        return reference.decode(x.codes, x.absmax, codebook.to(x.codes.device), block=length, start=start)
+        codes, absmax = local(x)
+        values = reference.decode(codes, absmax, codebook.to(codes.device), block=length, start=absmax.ndim - 1)
+        return like_piece(values, x.codes)
 
     values = _map_quantized(decode, q, block)
     return values if like is None else tree_map(lambda x, v: v.to(x.dtype), like, values)
@@ -110,8 +112,9 @@ def requantize(q: Tree, old: Tensor, new: Tensor, *, block: Blocks = DEFAULT_BLO
     ties = tie_rule(new)
 
     def move(x: Quantized, length: int) -> Quantized:
-        device = x.codes.device
-        return Quantized(reference.requantize(x.codes, old.to(device), new.to(device), ties=ties), x.absmax)
+        codes, device = local(x.codes), x.codes.device
+        moved = reference.requantize(codes, old.to(device), new.to(device), ties=ties)
+        return Quantized(like_piece(moved, x.codes), x.absmax)
 
     return _map_quantized(move, q, block)
 
@@ -167,7 +170,7 @@ def check_codebooks(old: Any, new: Any) -> None:
 
 
 def gradient_histogram(grads: Tree, *, block: Blocks = DEFAULT_BLOCK) -> Tensor:
-    """Count the entries of all quantized leaves, each divided by its block's largest magnitude.
+    """Count the entries of all quantized leaves, each divided by its block's largest magnitude; of all shards together.
 
     Args:
         grads: gradients; `None` and dense leaves count nothing.
@@ -181,9 +184,11 @@ def gradient_histogram(grads: Tree, *, block: Blocks = DEFAULT_BLOCK) -> Tensor:
         StructureError: if a leaf is not a dense floating-point tensor.
     """
     check_leaves(grads)
-    pairs = zip(tree_leaves(grads), tree_leaves(layouts(block, grads)), strict=True)
-    kept = [(g, layout) for g, layout in pairs if g is not None and not layout.dense]
+    leaves = tree_leaves(grads)
+    group = agree.group_of(leaves)
+    rows = zip(leaves, layout_list(block, grads), agree.counted(leaves, group), strict=True)
+    kept = [(local(g), layout) for g, layout, counts in rows if layout is not None and counts and not layout.dense]
     total = torch.zeros(4096, dtype=torch.int64, device=kept[0][0].device if kept else None)
     for g, layout in kept:
         total = total + reference.histogram(g.float(), block=layout.block, start=layout.start).to(total.device)
-    return total
+    return agree.total(total, group)

@@ -36,7 +36,6 @@ class Piece:
         shape: of the part.
         whole: shape of the leaf.
         offset: the leaf's index of the part's first entry.
-        counted: whether this member stands for its replicas in sums over all members.
         axes: the axes that are cut.
         mesh: of the DTensor; None for a whole leaf.
         placements: of the DTensor.
@@ -45,7 +44,6 @@ class Piece:
     shape: tuple[int, ...]
     whole: tuple[int, ...]
     offset: tuple[int, ...]
-    counted: bool = True
     axes: frozenset[int] = frozenset()
     mesh: Any = None
     placements: tuple[Any, ...] = ()
@@ -89,10 +87,9 @@ def piece_of(x: Tensor) -> Piece:
 def _piece(whole: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], rank: int) -> Piece:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return Piece((0, *whole[1:]), whole, (0,) * len(whole), False, _cut(mesh, placements), mesh, placements)
+        return Piece((0, *whole[1:]), whole, (0,) * len(whole), _cut(mesh, placements), mesh, placements)
     shape, offset = _part(whole, mesh, placements, coordinate)
-    counted = all(at == 0 for at, p in zip(coordinate, placements, strict=True) if p.is_replicate())
-    return Piece(shape, whole, offset, counted, _cut(mesh, placements), mesh, placements)
+    return Piece(shape, whole, offset, _cut(mesh, placements), mesh, placements)
 
 
 def _cut(mesh: Any, placements: tuple[Any, ...]) -> frozenset[int]:
@@ -168,7 +165,7 @@ def on_pieces(f: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...
     def call(*row: Any) -> tuple[Any, ...]:
         if not is_sharded(row[0]):
             return f(*row)
-        return tuple(_placed(new, old) for new, old in zip(f(*map(local, row)), row, strict=False))
+        return tuple(placed(new, old) for new, old in zip(f(*map(local, row)), row, strict=False))
 
     return call
 
@@ -178,9 +175,10 @@ def placements_of(x: Tensor) -> tuple[Any, ...]:
     return tuple(x.placements) if is_sharded(x) else ()  # type: ignore[attr-defined]  # a DTensor
 
 
-def _placed(new: Any, old: Any) -> Any:
+def placed(new: Any, old: Any) -> Any:
+    """What was computed from the part of a DTensor as a DTensor placed as that one, also inside a NamedTuple."""
     if _is_record(old):
-        return type(old)(*map(_placed, new, old))
+        return type(old)(*map(placed, new, old))
     return like_piece(new, old) if isinstance(new, Tensor) else new
 
 

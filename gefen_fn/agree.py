@@ -1,0 +1,97 @@
+"""What all members that hold parts of a tree find out together: sums, each entry counted once, and yes or no.
+
+Collectives are issued in the order of the calls, which is the same for every member; without shards there are none.
+"""
+
+import functools
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gefen_fn.shards import is_sharded, mesh_group, piece_of
+from gefen_fn.tree import StructureError
+from gefen_kernels import reference
+
+
+def group_of(leaves: Sequence[Tensor | None]) -> Any:
+    """The smallest process group that contains every mesh the leaves live on; None without shards.
+
+    Raises:
+        StructureError: if no mesh contains the others and together they are not the default group.
+    """
+    meshes = list(dict.fromkeys(x.device_mesh for x in leaves if is_sharded(x)))  # type: ignore[union-attr]  # DTensors
+    return _group_of(tuple(meshes)) if meshes else None
+
+
+@functools.lru_cache(maxsize=256)
+def _group_of(meshes: tuple[Any, ...]) -> Any:
+    members = [frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes]
+    union = frozenset().union(*members)
+    widest = max(range(len(meshes)), key=lambda n: len(members[n]))
+    if len(union) == dist.get_world_size():
+        return dist.group.WORLD
+    if members[widest] != union:
+        raise StructureError(
+            f"One mesh must contain the others, or all be the whole world: got meshes over {list(map(sorted, members))}"
+            f" of {dist.get_world_size()} processes. Build the meshes as parts of one `init_device_mesh`."
+        )
+    return mesh_group(meshes[widest], range(meshes[widest].ndim))
+
+
+def counted(leaves: Sequence[Tensor | None], group: Any) -> list[bool]:
+    """Whether this member's part of each leaf is its to count: of equal parts the first member's is.
+
+    Asks the other members once for each way in which leaves are cut.
+    """
+    parts = tuple(_mark(x) for x in leaves)
+    return [True] * len(parts) if group is None else list(_counted(parts, group))
+
+
+def _mark(x: Tensor | None) -> int:
+    """A number that equal parts have in common; 0 for an empty one."""
+    if x is None:
+        return 0
+    piece = piece_of(x)
+    return zlib.crc32(repr((piece.offset, piece.shape)).encode()) if min(piece.shape, default=1) else 0
+
+
+@functools.lru_cache(maxsize=64)
+def _counted(parts: tuple[int, ...], group: Any) -> tuple[bool, ...]:
+    own = torch.tensor(parts, dtype=torch.int64, device=control_device(group))
+    before = gathered(own, group)[: dist.get_rank(group)]
+    seen = (before == own).any(0)
+    return tuple((~seen & (own != 0)).tolist())
+
+
+def control_device(group: Any) -> torch.device:
+    """Where a group's small tensors travel: the CPU if a back end serves it, so that no device waits."""
+    kinds = dict(part.split(":") for part in dist.distributed_c10d.get_backend_config(group).split(","))
+    return torch.device("cpu" if "cpu" in kinds else next(iter(kinds)))
+
+
+def gathered(x: Tensor, group: Any) -> Tensor:
+    """`x` of every member, `[members, *x.shape]`."""
+    x = x.to(control_device(group)).contiguous()
+    out = x.new_empty((dist.get_world_size(group), *x.shape))
+    dist.all_gather(list(out.unbind()), x, group=group)
+    return out
+
+
+def total(x: Tensor, group: Any) -> Tensor:
+    """The sum of `x` over the members, on the device of `x`; of floating numbers in the order of the members."""
+    if group is None:
+        return x
+    if x.is_floating_point():
+        return reference.tree_sum(gathered(x, group), 0).to(x.device)
+    out = x.to(control_device(group), copy=True)
+    dist.all_reduce(out, group=group)
+    return out.to(x.device)
+
+
+def any_member(x: Tensor, group: Any) -> Tensor:
+    """Whether bools hold for any member, entry by entry, on the device of `x`."""
+    return x if group is None else gathered(x.to(torch.uint8), group).any(0).to(x.device)

@@ -1,0 +1,39 @@
+"""The same gradients give the same bits on one process and on any mesh."""
+
+import pytest
+
+from gefen_nn.checkpoint import same_bits
+from tests.distributed.training import train
+
+SHAPES = {
+    "wide": (50, 512),
+    "tall": (300, 256),
+    "experts": (4, 32, 256),
+    "conv": (64, 32, 3, 3),
+    "bias": (70,),
+    "few": (33, 1024),
+}
+ROWS = [("default", (2,)), ("tile16", (3,)), ("whole columns", (4,)), ("one tile", (3,))]
+ROWS += [("block", (2,)), ("dense", (3,)), ("clip", (4,)), ("adamw", (3,))]
+MATRICES = {"square": (512, 512), "tall": (300, 512), "short": (40, 1024), "bias": (512,)}
+MESHES = [("replicated", (2,)), ("columns", (2,)), ("hsdp", (2, 2)), ("rows and columns", (2, 2)), ("strided", (2, 2))]
+
+
+def different(left, right):
+    assert left.keys() == right.keys()
+    return [k for k in left if left[k].dtype != right[k].dtype or not same_bits(left[k], right[k])]
+
+
+@pytest.mark.parametrize(("tx", "sides"), ROWS, ids=[f"{tx} on {sides[0]}" for tx, sides in ROWS])
+def test_rows_on_several_processes_have_the_bits_of_one(pools, tx, sides):
+    expected = train(0, tx, SHAPES, 3, None, "rows")
+    got = pools(sides[0]).run(train, tx, SHAPES, 3, sides, "rows")[0]
+    assert not different(expected, got)
+
+
+@pytest.mark.parametrize("tx", ["clip", "tile16", "block"])
+@pytest.mark.parametrize(("how", "sides"), MESHES, ids=[how for how, _ in MESHES])
+def test_every_mesh_has_the_bits_of_one_process(pools, how, sides, tx):
+    expected = train(0, tx, MATRICES, 3, None, how)
+    got = pools(sides[0] * sides[-1] if len(sides) > 1 else sides[0]).run(train, tx, MATRICES, 3, sides, how)[0]
+    assert not different(expected, got)
