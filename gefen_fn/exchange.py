@@ -49,7 +49,7 @@ class Parcel:
 
     def _split(self, shapes: Sequence[tuple[int, ...]], raw: Tensor) -> list[Tensor]:
         # A parcel need not begin at a multiple of its own entries.
-        parts = raw.clone().view(self.dtype).split([_numel(shape) for shape in shapes])
+        parts = torch.split(raw.clone().view(self.dtype), [_numel(shape) for shape in shapes])
         return [x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)]
 
 
@@ -98,5 +98,6 @@ def _swap(parcels: Mapping[int, Parcel]) -> dict[int, Answer]:
     sizes = [[p.bytes_from(m) for p in parcels.values()] for m in members]
     came = out[0].new_empty(sum(map(sum, sizes)))
     dist.all_to_all_single(came, torch.cat(out), [sum(s) for s in sizes], [len(x) for x in out], group=group)
-    parts = [x.split(s) for x, s in zip(came.split([sum(s) for s in sizes]), sizes, strict=True)]
+    pieces = torch.split(came, [sum(s) for s in sizes])
+    parts = [torch.split(x, s) for x, s in zip(pieces, sizes, strict=True)]
     return {i: p.opened({m: parts[m][n] for m in members}) for n, (i, p) in enumerate(parcels.items())}

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from gefen_fn import apply_updates, chain, clip_by_global_norm, flatten_state
-from gefen_fn import adamw, gefen as gefen_alias
+from gefen_fn import adamw, apply_updates, chain, clip_by_global_norm, flatten_state
+from gefen_fn import gefen as gefen_alias
 from gefen_fn.second_moment import Block, Dense, Factored
 
 TRANSFORMS: dict[str, Callable[[], Any]] = {
