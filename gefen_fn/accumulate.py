@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Updates, check_transform, made
-from gefen_fn.scalar import check_int, check_state, new_count, squares_are_finite, under_vmap
+from gefen_fn.scalar import capturing, check_int, check_state, new_count, squares_are_finite, under_vmap
 from gefen_fn.tree import Tree, check_floating, check_leaves, map_update, tree_leaves, tree_map
 
 ShouldSkip = Callable[[Updates, Tensor, Params | None], tuple[Any, Tree]]
@@ -213,8 +213,8 @@ def _check_k(k: Any) -> None:
 
 
 def _refuse_tracing(name: str, fix: str) -> None:
-    """Whether to step is read from tensors, which tracing and batching cannot do."""
-    compiling = torch.compiler.is_compiling()  # asked first: Dynamo cannot trace the question for vmap
-    if compiling or under_vmap():
-        where = "torch.compile" if compiling else "torch.vmap"
+    """Whether to step is read from tensors, which tracing, batching and capture cannot do."""
+    compiling = torch.compiler.is_compiling()  # asked first: Dynamo cannot trace the questions for the others
+    if compiling or under_vmap() or capturing():
+        where = "torch.compile" if compiling else "torch.vmap" if under_vmap() else "graph capture"
         raise RuntimeError(f"`{name}` decides from values whether to step: got a call under {where}. {fix}")

@@ -10,7 +10,7 @@ from gefen_fn.accumulate import MultiStepsState
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates
 from gefen_fn.blocks import Blocks
 from gefen_fn.quantize import gradient_histogram, has_codebook, requantize
-from gefen_fn.scalar import under_vmap
+from gefen_fn.scalar import capturing, under_vmap
 from gefen_fn.tree import tree_map
 from gefen_kernels.codebook import learn_codebook
 
@@ -18,7 +18,7 @@ _UNLEARNED = (
     "The codebook must be learned on the host: got a first `update` under a transform of torch.func, "
     "torch.compile or graph capture. "
     'Use codebook="fixed", or `state = calibrate(tx, grads, state)` before; '
-    "with an optimizer, take one step without torch.compile first."
+    "with an optimizer, take one step first that is neither compiled nor captured."
 )
 
 
@@ -119,9 +119,14 @@ def learn_once(updates: Updates, codebook: Tensor, learned: Tensor, block: Block
         return codebook, learned
     if bool(torch.func.debug_unwrap(learned, recurse=True).all()):
         return codebook, learned
-    if under_vmap() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        raise RuntimeError(_UNLEARNED)
+    check_can_learn()
     return learn_from(gradient_histogram(updates, block=block), codebook, learned)
+
+
+def check_can_learn() -> None:
+    """Raise `RuntimeError` where the host cannot read gradients, and so cannot learn from them."""
+    if under_vmap() or capturing():
+        raise RuntimeError(_UNLEARNED)
 
 
 def learn_from(counts: Tensor, codebook: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,17 +13,21 @@ from torch import Tensor
 
 from gefen_fn.accumulate import MultiSteps, apply_if_finite
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates, write_updates
-from gefen_fn.calibrate import learn_from
+from gefen_fn.calibrate import check_can_learn, learn_from
 from gefen_fn.clip import clip_factor, global_norm
 from gefen_fn.gefen import ScaleByGefenState
-from gefen_fn.plan import Launch, StepPlan, Work, kernels_of, make_plan, share_memory
+from gefen_fn.plan import Launch, StepPlan, Work, kernels_of, make_plan
 from gefen_fn.program import Part, Program, Stage, at, put, recognise
-from gefen_fn.scalar import check_state, multiply
+from gefen_fn.scalar import capturing, check_state, multiply
 from gefen_fn.scale import need_params
-from gefen_fn.step_values import advanced, scalars_of, value_of
-from gefen_fn.tree import check_floating, tree_leaves, tree_map, tree_parts, tree_structure, tree_unflatten
+from gefen_fn.step_values import changes_of, scalars_of, value_of
+from gefen_fn.tree import check_floating, form_of, tree_leaves, tree_map, tree_parts, tree_structure, tree_unflatten
 from gefen_kernels import reference
 
+_FIRST = (
+    "A step is captured right after one like it that is not: got a first step, other tensors than in the last step, or "
+    "a second capture after it. Take one step outside of the capture, with the same tensors, before each capture."
+)
 _GUARDS: dict[str, Callable[..., GradientTransformation]] = {
     "MultiSteps": MultiSteps,
     "apply_if_finite": apply_if_finite,
@@ -34,7 +38,9 @@ class Step:
     """`step(grads, state, params, **extra) -> state`: updates parameters and the state's tensors in place.
 
     Masks and labels that are functions are asked when the tensors of the state or the parameters are new, not at each
-    step.
+    step. A step on tensors of a GPU reads none of them on the host, but for `learned` and for what it learns from, and
+    may be captured after one that was not. What it then takes along belongs to the graph alone, and is kept as long as
+    this object.
 
     Attributes:
         program: what was recognised; as text, the stages that are fused.
@@ -43,6 +49,7 @@ class Step:
     def __init__(self, tx: GradientTransformation, program: Program) -> None:
         self._tx, self.program = tx, program
         self._plan: StepPlan | None = None
+        self._captured: list[StepPlan] = []
 
     def __str__(self) -> str:
         """The stages that are fused."""
@@ -63,48 +70,56 @@ class Step:
 
         Raises:
             StructureError: if gradients, state and params do not fit.
+            RuntimeError: if a first step is captured.
         """
-        program, leaves = self.program, tree_leaves(grads)
-        for g, p in zip(leaves, tree_parts(grads, params), strict=True):
-            if g is not None:
-                check_floating(g, p)
-        plan = self._planned(grads, state, params)
-        if not plan.launches or share_memory(plan, leaves) or _must_move_codes(program, plan, state):
-            return _write(state, self._pure(grads, state, params, **extra))
+        program, leaves, unlearned = self.program, tree_leaves(grads), _unlearned(self.program, state)
+        plan = self._planned(grads, leaves, state, params)
+        moves_codes = unlearned and any(bool(work.count) for work in plan.works if work.part in unlearned)
+        if not plan.launches or plan.share_memory(leaves) or moves_codes:
+            return write_state(state, self._pure(grads, state, params, **extra))
         factor = _clip_factor(program.clip, leaves, state)
-        new = _learned(program, plan, leaves, state, factor)
+        new = _learned(unlearned, plan, leaves, state, factor)
         runs = [_prepared(program, launch, leaves, grads, new, factor) for launch in plan.launches]
         left = [None if i in plan.fused else g for i, g in enumerate(leaves)]
+        changes = []
         if program.whole and all(g is None for g in left):
-            new = advanced(program, new)
+            changes = changes_of(program, new)
         else:
             new = self._pure(tree_unflatten(tree_structure(grads), left), new, params, **extra)
         for run in runs:
             run()
-        return _write(state, new)
+        for old, x in changes:
+            old.copy_(x)
+        return write_state(state, new)
 
     def _pure(self, grads: Updates, state: OptState, params: Params, **extra: Any) -> OptState:
         updates, state = self._tx.update(grads, state, params, **extra)
         write_updates(params, updates)
         return state
 
-    def _planned(self, grads: Updates, state: OptState, params: Params) -> StepPlan:
+    def _planned(self, grads: Updates, leaves: Sequence[Any], state: OptState, params: Params) -> StepPlan:
         """The plan of the last step, if all that it rests on is the same and where it was."""
-        stages = [at(state, part.core.path) for part in self.program.parts]
-        for stage in stages:
-            check_state(stage, ScaleByGefenState)
-        kept = [tree_leaves((stage.count, stage.mu, stage.nu)) for stage in stages]
-        key = [*tree_parts(grads, params), *(x for leaves in kept for x in leaves)]
-        dtypes = [None if g is None else g.dtype for g in tree_leaves(grads)]
-        facts = [*dtypes, *(None if x is None else (x.data_ptr(), x.stride(), x.dtype) for x in key)]
-        old = self._plan
+        stages = [_stage(part, state) for part in self.program.parts]
+        own, forms = tree_parts(grads, params), [form_of(g) for g in leaves]
+        key = [*own, *(x for stage in stages for x in tree_leaves((stage.count, stage.mu, stage.nu)))]
+        facts = [*forms, *((x.data_ptr(), x.stride(), x.shape, x.dtype) for x in key if x is not None)]
+        old, captured = self._plan, capturing()
         if old is None or old.facts != facts or not all(map(operator.is_, old.key, key)):
-            old = self._plan = make_plan(self.program, grads, state, params, key, facts)
+            if captured:
+                raise RuntimeError(_FIRST)
+            for g, p in zip(leaves, own, strict=True):
+                if g is not None:
+                    check_floating(g, p)
+            old = make_plan(self.program, grads, state, params, key, facts)
+        self._plan = None if captured else old
+        self._captured += [old] * captured
         return old
 
 
-def _write(state: OptState, new: OptState) -> OptState:
-    """Put what is new into the tensors of the state, so that all of it moves together."""
+def write_state(state: OptState, new: OptState) -> OptState:
+    """Put what is new into the tensors of the state, so that all of it moves together; return the state."""
+    if new is state:
+        return state
     for old, x in zip(tree_leaves(state), tree_parts(state, new), strict=True):
         if isinstance(old, Tensor) and x is not old:
             old.copy_(x)
@@ -166,25 +181,28 @@ def _clip_factor(clip: Stage | None, leaves: Sequence[Tensor | None], state: Opt
     return clip_factor(norm, value_of(clip, clip.recipe.args[0], state))
 
 
+def _stage(part: Part, state: OptState) -> ScaleByGefenState:
+    stage: ScaleByGefenState = at(state, part.core.path)
+    check_state(stage, ScaleByGefenState)
+    return stage
+
+
 def _unlearned(program: Program, state: OptState) -> list[Part]:
     """The parts whose codebooks are to be learned and were not."""
     rules = [(part, part.core.recipe.kwargs["codebook"]) for part in program.parts]
     learning = [part for part, rule in rules if isinstance(rule, str) and rule == "learned"]
-    return [part for part in learning if not bool(at(state, part.core.path).learned)]
-
-
-def _must_move_codes(program: Program, plan: StepPlan, state: OptState) -> bool:
-    """Whether a codebook is about to be learned under codes that are not zero's: the pure path moves them."""
-    parts = _unlearned(program, state)
-    return any(bool(work.count) for work in plan.works if work.part in parts)
+    unlearned = [part for part in learning if not bool(_stage(part, state).learned)]
+    if unlearned:
+        check_can_learn()
+    return unlearned
 
 
 def _learned(
-    program: Program, plan: StepPlan, leaves: Sequence[Any], state: OptState, factor: Tensor | None
+    unlearned: list[Part], plan: StepPlan, leaves: Sequence[Any], state: OptState, factor: Tensor | None
 ) -> OptState:
-    """The state with its codebooks learned, where they are to be and were not."""
-    for part in _unlearned(program, state):
-        stage: ScaleByGefenState = at(state, part.core.path)
+    """The state with these parts' codebooks learned."""
+    for part in unlearned:
+        stage = _stage(part, state)
         counts = torch.zeros(4096, dtype=torch.int64, device="cpu")
         for work in plan.works:
             if work.part is part and not work.layout.dense:
@@ -206,7 +224,7 @@ def _prepared(
 ) -> Callable[[], None]:
     """All that can be refused is done here; the result does the step."""
     works, part = launch.works, launch.works[0].part
-    scalars = scalars_of(part, works, grads, state, factor)
+    scalars = scalars_of(launch, grads, state, factor)
     book = at(state, part.core.path).codebook.to(works[0].param.device)
     drive, own = part.core.recipe.kwargs["drive"], [leaves[work.index] for work in works]
     options = {"drive": drive, "ties": launch.ties, "negate": program.negate, "scaled": factor is not None}

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gefen_fn.base import OptState, Params, Updates
@@ -69,12 +70,14 @@ class Launch(NamedTuple):
         module: the back end.
         plan: its own plan of them.
         ties: of the codebook, see `reference.nearest`.
+        warms: bool `[leaves]`, `Work.warms` of each, where the counts are.
     """
 
     works: list[Work]
     module: Any
     plan: Any
     ties: reference.Ties
+    warms: Tensor
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class StepPlan:
         works: the leaves of all parts that have a gradient.
         launches: how a back end steps some of them.
         fused: the places of those in the tree.
+        written: the memory of their parameters.
     """
 
     key: list[Any]
@@ -94,6 +98,11 @@ class StepPlan:
     works: list[Work]
     launches: list[Launch]
     fused: frozenset[int]
+    written: frozenset[int]
+
+    def share_memory(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether a gradient lies in the memory of a parameter that a back end writes."""
+        return any(g is not None and _memory(g) in self.written and g.numel() for g in grads)
 
 
 def make_plan(
@@ -119,8 +128,10 @@ def make_plan(
             there = [work for work in own if work.param.device == device]
             module: Any = ops.back_end(device)
             plan = module.plan_step([work.leaf(leaves[work.index], decays[work.index]) for work in there])
-            launches.append(Launch(there, module, plan, _ties(part)))
-    return StepPlan(key, facts, works, launches, frozenset(work.index for work in taken))
+            warms = torch.tensor([work.warms for work in there], device=there[0].count.device)
+            launches.append(Launch(there, module, plan, _ties(part), warms))
+    written = frozenset(_memory(work.param) for work in taken) - {0}  # which is where nothing lies
+    return StepPlan(key, facts, works, launches, frozenset(work.index for work in taken), written)
 
 
 def _works(program: Program, grads: Updates, state: OptState, params: Params) -> list[Work]:
@@ -173,10 +184,8 @@ def _reach(x: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def share_memory(plan: StepPlan, grads: Sequence[Tensor | None]) -> bool:
-    """Whether a gradient lies in the memory of a parameter that a back end writes."""
-    written = {work.param.untyped_storage().data_ptr() for launch in plan.launches for work in launch.works}
-    return any(g is not None and g.numel() and g.untyped_storage().data_ptr() in written for g in grads)
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _ties(part: Part) -> reference.Ties:

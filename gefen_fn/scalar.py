@@ -34,6 +34,13 @@ def exact(s: Scalar) -> Scalar:
     return s.to(torch.float64) if isinstance(s, Tensor) else float(s)
 
 
+def scalar_on(value: Scalar, device: torch.device) -> Tensor:
+    """A number or a 0-dim tensor as a 0-dim float64 tensor on a device, without waiting for a GPU."""
+    if isinstance(value, Tensor):
+        return value.to(device, torch.float64, non_blocking=device.type != "cpu")
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
 def rounded(s: Scalar, dtype: torch.dtype = torch.float32) -> Scalar:
     """`s` rounded to `dtype`; a Python float is rounded by the operation that takes it."""
     return s.to(dtype) if isinstance(s, Tensor) else s
@@ -80,6 +87,11 @@ def under_vmap() -> bool:
     """Whether torch.vmap is batching this call, so that no value can be read; not to be asked while compiling."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is recording this call, so that no value can be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def new_count() -> Tensor:

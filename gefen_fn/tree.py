@@ -255,6 +255,13 @@ def how_to_pass(x: Any, otherwise: str) -> str:
     return otherwise
 
 
+def form_of(x: Any) -> tuple[Any, ...]:
+    """All that `check_floating` looks at, and the device: what has passed need not be checked while its form stays."""
+    if not isinstance(x, Tensor):
+        return (type(x),)
+    return type(x), x.layout, x.dtype, x.shape, x.device, placements_of(x)
+
+
 def check_floating(x: Any, like: Any = None) -> None:
     """Refuse what no transform can take, before anything changes.
 
