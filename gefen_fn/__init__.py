@@ -17,7 +17,8 @@ An optimizer is an expression over any tree of tensors, in optax's grammar; its 
 - directions: `scale_by_gefen`, `scale_by_muon`, `scale_by_adam`, `scale_by_lion`, `trace`, `ema`
 - Muon's parts: `MatrixAxes`, `muon_labels`, `scale_by_matrix_shape`, `adjust_scale`, `orthogonalize`, `NS_COEFFS`
 - scale, decay and clip: `scale`, `scale_by_learning_rate`, `scale_by_schedule`, `add_decayed_weights`, `decay_mask`,
-  `clip`, `clip_by_global_norm`, `clip_by_block_rms`, `adaptive_grad_clip`, `zero_nans`, `global_norm`
+  `clip`, `clip_by_global_norm`, `clip_by_block_rms`, `adaptive_grad_clip`, `zero_nans`, `global_norm`;
+  `stochastic_rounding` of bf16 parameters
 - schedules: `constant_schedule`, `linear_schedule`, `polynomial_schedule`, `piecewise_constant_schedule`,
   `exponential_decay`, `cosine_decay_schedule`, `warmup_cosine_decay_schedule`, `warmup_stable_decay_schedule`,
   `join_schedules`
@@ -62,6 +63,7 @@ from gefen_fn.masks import decay_mask
 from gefen_fn.muon import ScaleByMuonState, scale_by_matrix_shape, scale_by_muon
 from gefen_fn.muon_alias import gefen_muon, muon
 from gefen_fn.quantize import Quantized, dequantize, gradient_histogram, quantize, requantize
+from gefen_fn.rounding import StochasticRoundingState, stochastic_rounding
 from gefen_fn.routing import muon_labels
 from gefen_fn.scale import (
     EmaState,
@@ -136,6 +138,7 @@ __all__ = [
     "ScaleByScheduleState",
     "Schedule",
     "Step",
+    "StochasticRoundingState",
     "StructureError",
     "TraceState",
     "Updates",
@@ -200,6 +203,7 @@ __all__ = [
     "sgd",
     "state_bytes",
     "stateless",
+    "stochastic_rounding",
     "trace",
     "tree_get",
     "tree_set",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +22,7 @@ from gefen_fn.first_moment import (
 )
 from gefen_fn.inject import takes_schedules
 from gefen_fn.quantize import Quantized
+from gefen_fn.rounding import leaf_seeds
 from gefen_fn.scalar import (
     Scalar,
     bias_correction,
@@ -47,9 +47,6 @@ from gefen_fn.tree import (
     tree_leaves,
     tree_map,
     tree_parts,
-    tree_paths,
-    tree_structure,
-    tree_unflatten,
 )
 from gefen_kernels import reference
 
@@ -161,12 +158,14 @@ def _update(
 ) -> tuple[Updates, ScaleByGefenState]:
     check_state(state, ScaleByGefenState)
     state = with_codebook(rule.codebook, updates, state, rule.block)
-    settings = _settings(rule, updates)
+    settings = {"b1": rule.b1, "b2": rule.b2, "eps": rule.eps, "warmup": rule.b2_warmup}
     shared: dict[str, Any] = {k: v for k, v in settings.items() if v is None or isinstance(v, (int, float, Tensor))}
     per_leaf = {k: v for k, v in settings.items() if k not in shared}
 
     layout = layout_list(rule.block, updates)
-    each = {"layout": layout, "gathered": _gather(rule, updates, state, layout)}
+    seeds = leaf_seeds(updates, 'rounding="stochastic"') if rule.rounding == "stochastic" else [0] * len(layout)
+    gathered = _gather(rule, updates, state, layout)
+    each: dict[str, Sequence[Any]] = {"seed": seeds, "layout": layout, "gathered": gathered}
 
     def leaf(g: Tensor, count: Tensor, mu: Any, nu: Any, *own: Any) -> tuple[Tensor, Tensor, Any, Any]:
         named = dict(zip([*per_leaf, *each], own, strict=True))
@@ -177,12 +176,6 @@ def _update(
     return out, ScaleByGefenState(count, state.codebook, state.learned, mu, nu)
 
 
-def _settings(rule: _Rule, updates: Updates) -> dict[str, Any]:
-    """What `_update_leaf` takes by name: scalars as they are, trees as trees."""
-    seed = _seeds(updates) if rule.rounding == "stochastic" else 0
-    return {"seed": seed, "b1": rule.b1, "b2": rule.b2, "eps": rule.eps, "warmup": rule.b2_warmup}
-
-
 def _update_leaf(
     rule: _Rule,
     codebook: Tensor,
@@ -191,11 +184,11 @@ def _update_leaf(
     mu: Any,
     nu: Any,
     *,
-    seed: int,
     b1: Scalar,
     b2: Scalar,
     eps: Scalar,
     warmup: Scalar | None,
+    seed: int,
     layout: LeafLayout,
     gathered: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor, Any, Any]:
@@ -261,17 +254,6 @@ def warm_decay(b2: Scalar, t: Tensor, warmup: Scalar) -> Tensor:
     rising = 1.0 - t.to(torch.float64) ** -exact(warmup)
     limit = exact(b2)
     return torch.minimum(rising, limit) if isinstance(limit, Tensor) else rising.clamp(max=limit)
-
-
-def _seeds(updates: Updates) -> Tree:
-    """A seed per leaf, from its path, so that leaves draw differently and splitting the tree does not matter."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            'rounding="stochastic" must see the paths of the leaves: got a trace by torch.compile, which reads none. '
-            'Use rounding="nearest", or leave this step uncompiled.'
-        )
-    seeds = [zlib.crc32(path.encode()) for path in tree_paths(updates)]
-    return tree_unflatten(tree_structure(updates), seeds)
 
 
 def _check_arguments(b1: Any, b2: Any, eps: Any, b2_warmup: Any, block: Blocks) -> None:

@@ -31,6 +31,7 @@ SIGNATURES = {
     "clip_by_block_rms": "threshold",
     "adaptive_grad_clip": "clipping, eps=0.001",
     "zero_nans": "",
+    "stochastic_rounding": "",
     "apply_if_finite": "inner, max_consecutive_errors",
     "MultiSteps": "opt, every_k_schedule, use_grad_mean=True, should_skip_update_fn=None",
     "has_updated": "state",

@@ -21,6 +21,7 @@ from gefen_fn import (
     masked,
     partition,
     sgd,
+    stochastic_rounding,
 )
 from gefen_fn.tree import tree_leaves
 from gefen_nn import Gefen, TransformOptimizer
@@ -88,8 +89,9 @@ UNCOMPILED = {
     "apply_if_finite": (lambda: apply_if_finite(adamw(0.1), 2), r"under torch\.compile.*zero_nans"),
     "stochastic rounding": (
         lambda: gefen(0.1, codebook="fixed", rounding="stochastic"),
-        r'trace by torch\.compile.*rounding="nearest"',
+        r'rounding="stochastic" must see the paths.*trace by torch\.compile.*Round to nearest',
     ),
+    "stochastic parameters": (lambda: chain(sgd(0.1), stochastic_rounding()), r"stochastic_rounding\(\) must see"),
 }
 
 

@@ -332,3 +332,13 @@ def test_rounding_to_bf16_keeps_what_needs_none_and_mirrors_the_rest():
     exact[:5] = torch.tensor([0.0, -0.0, math.inf, -math.inf, 2.0**-133])
     assert round_to_bf16(exact, words).view(torch.int32).equal(exact.view(torch.int32))
     assert round_to_bf16(x * math.nan, words).isnan().all()
+
+
+@pytest.mark.parametrize("whole", [(7,), (6, 9), (4, 5, 6)], ids=str)
+def test_a_part_of_a_leaf_draws_what_the_leaf_draws_there(whole):
+    words = random_words(3, torch.tensor(2), whole, "cpu")
+    for axis, length in enumerate(whole):
+        for first, last in [(0, length), (1, 3), (2, 2), (length - 1, length)]:
+            offset = [first if i == axis else 0 for i in range(len(whole))]
+            cut = words.narrow(axis, first, last - first)
+            assert random_words(3, torch.tensor(2), cut.shape, "cpu", (whole, offset)).equal(cut)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 Ties = Literal["zero", "published"]
+Part = tuple[Sequence[int], Sequence[int]] | None
 
 _CHUNK = 1 << 20  # entries whose codes are widened to integers at one time
 _HALF_BINS = 2048
@@ -223,16 +224,18 @@ def histogram(x: Tensor, *, block: int, start: int = 1) -> Tensor:
     return counts
 
 
-def uniform(seed: int, count: Tensor, shape: Sequence[int], device: torch.device | str) -> Tensor:
+def uniform(seed: int, count: Tensor, shape: Sequence[int], device: torch.device | str, part: Part = None) -> Tensor:
     """Uniform noise in [0, 1): the upper 24 bits of `random_words`, whose arguments it takes, times 2^-24.
 
     Returns:
         fp32 of `shape`.
     """
-    return (random_words(seed, count, shape, device) >> 8).to(torch.float32) * 2.0**-24
+    return (random_words(seed, count, shape, device, part) >> 8).to(torch.float32) * 2.0**-24
 
 
-def random_words(seed: int, count: Tensor, shape: Sequence[int], device: torch.device | str) -> Tensor:
+def random_words(
+    seed: int, count: Tensor, shape: Sequence[int], device: torch.device | str, part: Part = None
+) -> Tensor:
     """Random 32-bit words that depend on `(seed, count, flat index)` alone.
 
     Entry `i` is word `i % 4` of Philox4x32-10 with key `seed` (64 bits) and counter `(i // 4, count)` (64 bits each).
@@ -242,16 +245,26 @@ def random_words(seed: int, count: Tensor, shape: Sequence[int], device: torch.d
         count: 0-dim integer tensor, the leaf's count.
         shape: shape of the result.
         device: device of the result.
+        part: if the result is for a part of a leaf, the leaf's shape and its index of the part's first entry.
 
     Returns:
         int64 of `shape`.
     """
-    size = math.prod(shape)
-    index = torch.arange(block_count(size, 4), dtype=torch.int64, device=device)
-    step = count.to(device=device, dtype=torch.int64)
-    counter = (index & _MASK, index >> 32, step & _MASK, (step >> 32) & _MASK)
+    size, step = math.prod(shape), count.to(device=device, dtype=torch.int64)
+    index = torch.arange(block_count(size, 4), device=device) * 4 if part is None else _flat(shape, *part, device)
+    counter = ((index >> 2) & _MASK, index >> 34, step & _MASK, (step >> 32) & _MASK)
     words = torch.stack(philox(counter, (seed & _MASK, (seed >> 32) & _MASK)), dim=-1)
-    return words.reshape(-1)[:size].reshape(tuple(shape))
+    if part is None:
+        return words.reshape(-1)[:size].reshape(tuple(shape))
+    return words.gather(-1, (index & 3).unsqueeze(-1)).squeeze(-1)
+
+
+def _flat(shape: Sequence[int], whole: Sequence[int], offset: Sequence[int], device: torch.device | str) -> Tensor:
+    """The flat index in a leaf of shape `whole` of every entry of a part of it, int64 of `shape`."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for size, length, first in zip(shape, whole, offset, strict=True):
+        index = index.unsqueeze(-1) * length + torch.arange(first, first + size, device=device)
+    return index
 
 
 def round_to_bf16(x: Tensor, words: Tensor) -> Tensor:
