@@ -48,7 +48,7 @@ from gefen_fn.tree import (
     tree_map,
     tree_parts,
 )
-from gefen_kernels import reference
+from gefen_kernels import ops, reference
 
 
 class ScaleByGefenState(NamedTuple):
@@ -239,14 +239,17 @@ def _moment(
     rule: _Rule, codebook: Tensor, g: Tensor, mu: Quantized, t: Tensor, layout: LeafLayout, seed: int, b1: Scalar
 ) -> tuple[Tensor, Quantized]:
     """The moment that drives the update, and the one that is stored: `b1 mu + (1 - b1) g`, and its codes."""
-    book, block, start = codebook.to(g.device), layout.block, layout.start
-    m = moving_average(b1, reference.decode(*mu, book, block=block, start=start), g)
-    noise = None
-    if rule.rounding == "stochastic":
-        noise = reference.uniform(seed, t, g.shape, g.device)
-        book = book.clone(memory_format=torch.contiguous_format)  # vmap of `init` expands it
-    stored = Quantized(*reference.encode(m, book, block=block, start=start, ties=rule.ties, noise=noise))
-    return (m if rule.drive == "m" else reference.decode(*stored, book, block=block, start=start)), stored
+    book = codebook.to(g.device)
+    lie: dict[str, Any] = {"block": layout.block, "start": layout.start}
+    if rule.rounding == "nearest":
+        decay, rest = rounded(b1), rounded(1.0 - exact(b1))
+        d, *new = ops.moment(g, *mu, book, decay, rest, ties=rule.ties, drive=rule.drive, **lie)  # type: ignore[arg-type]
+        return d, Quantized(*new)
+    m = moving_average(b1, reference.decode(*mu, book, **lie), g)
+    noise = reference.uniform(seed, t, g.shape, g.device)
+    book = book.clone(memory_format=torch.contiguous_format)  # vmap of `init` expands it
+    stored = Quantized(*reference.encode(m, book, ties=rule.ties, noise=noise, **lie))
+    return (m if rule.drive == "m" else reference.decode(*stored, book, **lie)), stored
 
 
 def warm_decay(b2: Scalar, t: Tensor, warmup: Scalar) -> Tensor:

@@ -45,8 +45,8 @@ from gefen_fn.tree import (
     tree_structure,
     tree_unflatten,
 )
-from gefen_kernels import reference
-from gefen_kernels.moment import Drive, moment
+from gefen_kernels import ops, reference
+from gefen_kernels.moment import Drive
 from gefen_kernels.newton_schulz import orthogonalize
 from gefen_kernels.ns_coefficients import ns_coefficients
 
@@ -218,19 +218,20 @@ def _momentum(
     """What is made orthogonal, and the momentum that is stored; `t` holds the leaf's count if a formula needs it."""
     layout = _layout(rule, seen, length)
     check_moment(g, mu, layout)
-    g, decay = g.float(), rounded(momentum)
+    decay = rounded(momentum)
     rest = 1.0 if rule.convention == "sum" else rounded(1.0 - exact(momentum))
     ahead = rule.nesterov and rule.convention != "nadam"
     if layout.dense:
+        g = g.float()
         mu = mu * decay + g * rest
         d = mu * decay + g * rest if ahead else mu
     else:
         book = codebook.to(g.device)
         drive: Drive = "ahead" if ahead else "m_hat"
         lie = {"block": layout.block, "start": layout.start}
-        d, *stored = moment(g, mu.codes, mu.absmax, book, decay, rest, ties=rule.ties, drive=drive, **lie)
+        d, *stored = ops.moment(g, mu.codes, mu.absmax, book, decay, rest, ties=rule.ties, drive=drive, **lie)
         mu = Quantized(*stored)
-    return (_corrected(rule, d, g, momentum, t[0]) if rule.convention == "nadam" else d), mu
+    return (_corrected(rule, d, g.float(), momentum, t[0]) if rule.convention == "nadam" else d), mu
 
 
 def _corrected(rule: _Rule, m: Tensor, g: Tensor, momentum: Scalar, t: Tensor) -> Tensor:

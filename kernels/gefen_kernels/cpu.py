@@ -19,7 +19,7 @@ from gefen_kernels import cpu_loops as loops
 from gefen_kernels import cpu_step, reference
 from gefen_kernels.step import Leaf
 
-_KINDS = {torch.float32: loops.FP32, torch.bfloat16: loops.BF16, torch.float16: loops.FP16}
+KINDS = {torch.float32: loops.FP32, torch.bfloat16: loops.BF16, torch.float16: loops.FP16}
 _POLICIES = {"dense": cpu_step.DENSE, "block": cpu_step.BLOCKS, "factored": cpu_step.FACTORED}
 _TASK = 1 << 17  # entries of a task: small enough to share out, large enough to be worth the call
 _STRETCH = 4096  # columns of a factored leaf that are read together: pages are dearer than the cache
@@ -69,7 +69,7 @@ def supports(leaf: Leaf) -> bool:
     """Whether the loops can take this leaf: plain CPU tensors of known dtypes, the state contiguous."""
     scales = leaf.nu if leaf.absmax is None else (leaf.absmax, *leaf.nu)
     tensors = (leaf.grad, leaf.param, leaf.mu, *scales)
-    known = leaf.grad.dtype in _KINDS and leaf.param.dtype in _KINDS
+    known = leaf.grad.dtype in KINDS and leaf.param.dtype in KINDS
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
     typed = leaf.mu.dtype in (torch.uint8, torch.float32) and all(t.dtype == torch.float32 for t in scales)
     laid = all(t.is_contiguous() for t in (leaf.mu, *scales)) and not leaf.param.is_neg()
@@ -181,9 +181,9 @@ def _row(leaf: Leaf) -> list[int]:
     packed = rows if leaf.tile[0] is None else 1 << (min(height, rows).bit_length() - 1)
     fields = {
         cpu_step.GRAD: 0,
-        cpu_step.GRAD_KIND: _KINDS[leaf.grad.dtype],
+        cpu_step.GRAD_KIND: KINDS[leaf.grad.dtype],
         cpu_step.PARAM: 0,
-        cpu_step.PARAM_KIND: _KINDS[leaf.param.dtype],
+        cpu_step.PARAM_KIND: KINDS[leaf.param.dtype],
         cpu_step.MU: leaf.mu.data_ptr(),
         cpu_step.ABSMAX: 0 if leaf.absmax is None else leaf.absmax.data_ptr(),
         cpu_step.NU: leaf.nu[0].data_ptr(),
@@ -288,7 +288,7 @@ def histogram(x: Tensor, *, block: int, start: int = 1) -> Tensor:
 
     def work(x: Tensor, columns: int, rows: Ints) -> Ints:
         counts = np.zeros(4096, np.int64)
-        loops.histogram(x.data_ptr(), _KINDS[x.dtype], columns, min(block, columns), rows[0, 0], rows[-1, 1], counts)
+        loops.histogram(x.data_ptr(), KINDS[x.dtype], columns, min(block, columns), rows[0, 0], rows[-1, 1], counts)
         return counts
 
     return torch.from_numpy(sum(_over_rows(work, x, start), np.zeros(4096, np.int64)))
@@ -299,7 +299,7 @@ def sum_of_squares(x: Tensor, *, block: int = 256, start: int = 1) -> Tensor:
 
     def work(x: Tensor, columns: int, rows: Ints) -> float:
         return float(
-            loops.sum_of_squares(x.data_ptr(), _KINDS[x.dtype], columns, min(block, columns), rows[0, 0], rows[-1, 1])
+            loops.sum_of_squares(x.data_ptr(), KINDS[x.dtype], columns, min(block, columns), rows[0, 0], rows[-1, 1])
         )
 
     return torch.tensor(sum(_over_rows(work, x, start), 0.0), dtype=torch.float64, device="cpu")

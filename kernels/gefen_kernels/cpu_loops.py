@@ -39,15 +39,15 @@ def _may_cache() -> bool:
 
 def _sources() -> int:
     """A checksum of the loops' sources."""
-    files = [Path(__file__), Path(__file__).with_name("cpu_step.py")]
+    files = [Path(__file__).with_name(name) for name in ("cpu_loops.py", "cpu_step.py", "cpu_moment.py")]
     return zlib.crc32(b"".join(file.read_bytes() for file in files))
 
 
 def kept(build):
     """Compile the function that `build(source)` returns, and keep it for later processes.
 
-    numba looks for changes in the function's own file only, while code of both files is compiled into it: the checksum
-    of both, a constant of the function, is part of what the kept code is found by.
+    numba looks for changes in the function's own file only, while code of all these files is compiled into it: the
+    checksum of all, a constant of the function, is part of what the kept code is found by.
     """
     return numba.njit(cache=_may_cache(), nogil=True, error_model="numpy")(build(_sources()))
 

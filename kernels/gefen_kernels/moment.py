@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from gefen_kernels import reference
@@ -25,7 +26,7 @@ def moment(
     """The moment `m = decay m + rest g` of a leaf whose moment is kept as codes.
 
     Args:
-        g: fp32 gradient of the leaf's shape.
+        g: gradient of the leaf's shape, of any floating dtype.
         codes: uint8 of the leaf's shape; not written to.
         absmax: fp32 of `reference.scale_shape(g.shape, block, start)`; not written to.
         codebook: `[256]` fp32 levels.
@@ -39,6 +40,7 @@ def moment(
     Returns:
         `(d, codes, absmax)`: fp32 of the leaf's shape, and the new moment.
     """
+    g = g.to(torch.float32)
     m = reference.decode(codes, absmax, codebook, block=block, start=start) * decay + g * rest
     codes, absmax = reference.encode(m, codebook, block=block, start=start, ties=ties)
     if drive == "m":

@@ -13,8 +13,13 @@ import warnings
 from types import ModuleType
 
 import torch
+from torch import Tensor
+
+from gefen_kernels import moment as plain
+from gefen_kernels import reference
 
 _BACK_ENDS = {"cpu": ("numba", "gefen_kernels.cpu"), "cuda": ("triton", "gefen_kernels.triton_step")}
+_MOMENTS = {"cpu": ("numba", "gefen_kernels.cpu_moment")}
 
 
 def back_end(device: torch.device) -> ModuleType | None:
@@ -41,6 +46,33 @@ def warm_up() -> float:
     if module is not None:
         module.warm_up()
     return time.perf_counter() - start
+
+
+def moment(
+    g: Tensor,
+    codes: Tensor,
+    absmax: Tensor,
+    codebook: Tensor,
+    decay: float | Tensor,
+    rest: float | Tensor,
+    *,
+    block: int,
+    start: int = 1,
+    ties: reference.Ties = "zero",
+    drive: plain.Drive = "m",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`gefen_kernels.moment.moment`, by a back end where there is one that takes these tensors."""
+    given = (g, codes, absmax, codebook, decay, rest)
+    module = _moment_back_end(*(x for x in given if isinstance(x, Tensor)))
+    return (module or plain).moment(*given, block=block, start=start, ties=ties, drive=drive)  # type: ignore[no-any-return]
+
+
+def _moment_back_end(*tensors: Tensor) -> ModuleType | None:
+    if torch.compiler.is_compiling() or back_end(tensors[0].device) is None:
+        return None
+    needs = _MOMENTS.get(tensors[0].device.type)
+    module = None if needs is None else _load(*needs)
+    return module if module is not None and module.supports(*tensors) else None
 
 
 @functools.lru_cache

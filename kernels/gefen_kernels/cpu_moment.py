@@ -1,0 +1,128 @@
+"""One step of a quantized moment on the CPU, as a pure operation: each gradient is read from memory once.
+
+It gives the bits of `reference.moment`, NaNs' payloads aside, whatever the number of threads.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gefen_kernels import reference
+from gefen_kernels.cpu import KINDS, Ints, codebook_table, share
+from gefen_kernels.cpu_loops import F32, FP32, codes_at, encode, floats, inlined, kept, largest, load, raw
+
+_DRIVES = {"m": 0, "m_hat": 1, "ahead": 2}
+_BLOCKS = 512  # blocks of a task: small enough to share out, large enough to be worth the call
+
+
+def supports(*tensors: Tensor) -> bool:
+    """Whether the loops can read these: plain CPU tensors that neither torch.func nor autograd follows."""
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" and not wrapped(t) for t in tensors)
+    followed = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    return plain and not followed and tensors[0].dtype in KINDS
+
+
+def moment(
+    g: Tensor,
+    codes: Tensor,
+    absmax: Tensor,
+    codebook: Tensor,
+    decay: float | Tensor,
+    rest: float | Tensor,
+    *,
+    block: int,
+    start: int = 1,
+    ties: reference.Ties = "zero",
+    drive: str = "m",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.moment`; takes what `supports` says."""
+    g, codes, absmax = g.resolve_neg().contiguous(), codes.contiguous(), absmax.contiguous()
+    out = torch.empty_like(g, dtype=torch.float32), torch.empty_like(codes), torch.empty_like(absmax)
+    columns = int(np.prod(g.shape[start:], dtype=np.int64))
+    addresses = np.array([x.data_ptr() for x in (g, codes, absmax, *out)], np.int64)
+    numbers, code = (F32(decay), F32(rest)), tuple(codebook_table(codebook, ties))
+    lie = (KINDS[g.dtype], columns, min(block, max(columns, 1)), _DRIVES[drive])
+
+    def work(part: Ints) -> None:
+        scratch, starts = np.empty(4 * lie[2], np.float32), np.empty(lie[2], np.uint8)
+        step(addresses, lie, numbers, code, part[0, 0], part[-1, 1], scratch, starts)
+
+    total = absmax.numel()
+    tasks = np.array([(first, min(first + _BLOCKS, total)) for first in range(0, total, _BLOCKS)], np.int64)
+    if total:
+        share(work, tasks, g.numel())
+    return out
+
+
+@inlined
+def _block(kind, addresses, first, index, count, drive, numbers, code, room, starts):
+    """Block number `index`, entries `first..first + count` of the leaf."""
+    book, cells, bounds, comparisons, zeros = code
+    own, m, limits, spare = room
+    decay, rest = numbers
+    if kind == FP32:
+        g = floats(addresses[0] + 4 * first, count)
+    else:
+        load(kind, addresses[0], first, count, own)
+        g = own
+    old, new = codes_at(addresses[1] + first, count), codes_at(addresses[4] + first, count)
+    top = floats(addresses[2] + 4 * index, 1)[0]
+    d = floats(addresses[3] + 4 * first, count)
+    for j in range(count):
+        m[j] = book[old[j]]
+    for j in range(count):
+        m[j] = m[j] * top * decay + g[j] * rest
+    top = largest(m, count)
+    floats(addresses[5] + 4 * index, 1)[0] = top
+    encode(m, count, top, cells, bounds, comparisons, zeros, new, starts, limits, spare)
+    if drive == 0:
+        for j in range(count):
+            d[j] = m[j]
+        return
+    for j in range(count):
+        m[j] = book[new[j]]
+    if drive == 1:
+        for j in range(count):
+            d[j] = m[j] * top
+    else:
+        for j in range(count):
+            d[j] = m[j] * top * decay + g[j] * rest
+
+
+@kept
+def step(source):
+    """Blocks `first..last` of a leaf.
+
+    Args:
+        source: the checksum that `kept` gives; the others are those of the step.
+        addresses: int64 `[6]`: gradient, codes, scales; then d, codes and scales to write.
+        lie: `(kind of the gradient, columns, block, drive)`.
+        numbers: `(decay, rest)`, fp32.
+        code: the codebook, see `cpu.Codebook`.
+        first: the first block.
+        last: one past the last.
+        scratch: fp32 `[4 * block]`.
+        starts: uint8 `[block]`.
+    """
+
+    def run(addresses, lie, numbers, code, first, last, scratch, starts):
+        if source < 0:  # never: it makes the checksum a constant of this function
+            return
+        kind, columns, block, drive = lie
+        base = scratch.ctypes.data
+        room = (
+            floats(base, block),
+            floats(base + 4 * block, block),
+            floats(base + 8 * block, block),
+            floats(base + 12 * block, block),
+        )
+        book = (raw(code[0]), raw(code[1]), raw(code[2]), code[3], code[4])
+        where, begun = raw(addresses), raw(starts)
+        blocks = -(-columns // block)
+        for index in range(first, last):
+            left = index % blocks * block
+            begin, count = index // blocks * columns + left, min(block, columns - left)
+            _block(kind, where, begin, index, count, drive, numbers, book, room, begun)
+
+    return run
