@@ -3,17 +3,23 @@
 A matrix `X = U S V^T` divided by its Frobenius norm has singular values in (0, 1]. An odd polynomial of it,
 `a X + b (X X^T) X + c (X X^T)^2 X`, keeps U and V and maps each singular value s to `a s + b s^3 + c s^5`; a few of
 them in turn send all but the smallest near 1, so that X becomes about `U V^T` (Jordan 2024).
+
+The Gram form: an iteration is `X' = P X` with the polynomial `P = a + b R + c R^2` of the small symmetric `R = X X^T`,
+and `R' = P R P`. Several iterations, a segment, reach X as one product of their P; all these matrices commute and are
+symmetric. A segment of one iteration is the plain form; a longer one saves products with X and adds small ones.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from gefen_kernels.ns_coefficients import Triple, ns_coefficients
+from gefen_kernels.products import product, symmetric_flops, symmetric_product, tile_side
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LARGEST_LOSS = 1 / 64  # what a segment may make of the rounding of its first R
 
 
 def orthogonalize(
@@ -29,23 +35,64 @@ def orthogonalize(
         x: `[..., R, C]` of any floating dtype; leading axes are a batch. Never written to.
         coeffs: a name in `NS_COEFFS`, or one triple `(a, b, c)` per iteration.
         eps: least Frobenius norm that is divided by; a matrix of zeros stays one.
-        dtype: what the products are computed in: bf16, fp16 or fp32. They are added in fp32.
+        dtype: what the products are computed in, added up in fp32: bf16, fp16 or fp32. (Where bf16 on a GPU takes the
+            Gram form it computes in fp16, whose error is smaller.)
 
     Returns:
-        `[..., R, C]` of `dtype`, as the last product leaves it: casting it up is exact. Whatever x holds that is not
+        `[..., R, C]` of `dtype`, as the last product leaves it: to cast it up is exact. Whatever x holds that is not
         finite makes its whole matrix NaN.
 
     Raises:
         ValueError: if x has fewer than two axes, or `coeffs` or `dtype` is none of those named.
         TypeError: if x is not of a floating dtype, or `coeffs` neither a name nor triples.
     """
+    return orthogonalize_many([x], coeffs=coeffs, eps=eps, dtype=dtype, budget=None)[0]
+
+
+def orthogonalize_many(
+    matrices: Sequence[Tensor],
+    *,
+    coeffs: str | Sequence[Sequence[float]] = "standard",
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.bfloat16,
+    budget: int | None = 1 << 28,
+) -> list[Tensor]:
+    """`orthogonalize` of each, those of one shape or its transpose stacked into common products.
+
+    A matrix has the bits it has alone wherever torch's batched products have: on a CPU in bf16 they have.
+
+    Args:
+        matrices: each `[..., R, C]`, as for `orthogonalize`.
+        coeffs: as for `orthogonalize`.
+        eps: as for `orthogonalize`.
+        dtype: as for `orthogonalize`.
+        budget: bytes that a stack may take with its products; a matrix that needs more goes alone. None is no bound.
+
+    Returns:
+        The results in the order of the matrices; they may share memory with each other.
+
+    Raises:
+        ValueError: as `orthogonalize`.
+        TypeError: as `orthogonalize`.
+    """
     triples = ns_coefficients(coeffs)
-    _check(x, dtype)
-    tall = x.shape[-2] > x.shape[-1]
-    wide = x.mT if tall else x
-    batch = normalized(wide, eps, dtype).reshape(math.prod(wide.shape[:-2]), *wide.shape[-2:])
-    out = iterate(batch, triples).reshape(wide.shape)
-    return out.mT if tall else out
+    batches = [_wide(x, dtype) for x in matrices]
+    groups: dict[tuple[int, int, torch.device], list[int]] = {}
+    for index, batch in enumerate(batches):
+        groups.setdefault((batch.shape[1], batch.shape[2], batch.device), []).append(index)
+    results = list(batches)
+    for (rows, cols, device), members in groups.items():
+        cut, working = plan(rows, cols, triples, dtype=dtype, device=device)
+        count = sum(len(batches[index]) for index in members)
+        most = max(1, count if budget is None else budget // working_bytes(rows, cols, working))
+
+        def run(parts: list[Tensor], cut: tuple[int, ...] = cut, working: torch.dtype = working) -> Tensor:
+            scaled = [normalized(part, eps, working) for part in parts]
+            return iterate(torch.cat(scaled) if len(scaled) > 1 else scaled[0], triples, cut)
+
+        for index, result in zip(members, _in_stacks([batches[index] for index in members], most, run), strict=True):
+            results[index] = result
+    return [_restored(result.to(dtype), x.shape) for result, x in zip(results, matrices, strict=True)]
 
 
 def frobenius_norm(x: Tensor) -> Tensor:
@@ -63,16 +110,105 @@ def normalized(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
     return (cast.to(torch.float32) / frobenius_norm(cast).clamp(min=eps)).to(dtype).contiguous()
 
 
-def iterate(x: Tensor, triples: Sequence[Triple]) -> Tensor:
-    """Apply the polynomials in turn to a batch `[N, R, C]`, R <= C, of matrices with singular values up to 1."""
-    for a, b, c in triples:
-        gram = torch.bmm(x, x.mT)  # [N, R, R]
-        inner = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        x = torch.baddbmm(x, inner, x, beta=a)
+def iterate(x: Tensor, triples: Sequence[Triple], cut: Sequence[int]) -> Tensor:
+    """Apply the polynomials in turn to a batch of matrices with singular values up to 1.
+
+    Args:
+        x: `[N, R, C]`, R <= C.
+        triples: the polynomials.
+        cut: lengths of the segments they are applied in, as from `plan`.
+    """
+    start = 0
+    for length in cut:
+        x = _segment(x, triples[start : start + length])
+        start += length
     return x
 
 
-def _check(x: Tensor, dtype: torch.dtype) -> None:
+def plan(
+    rows: int, cols: int, triples: Sequence[Triple], *, dtype: torch.dtype, device: torch.device
+) -> tuple[tuple[int, ...], torch.dtype]:
+    """How to iterate on `[rows, cols]` matrices, rows <= cols, with the fewest flops.
+
+    Returns:
+        Lengths of the segments, and the dtype to compute in: `dtype`, or fp16 for the Gram form of bf16 on a GPU. In
+        bf16 itself a segment of two would take the error of a random matrix from 1 % to 6 %.
+    """
+    if dtype == torch.bfloat16 and device.type == "cuda":
+        cut = segments(rows, cols, triples, dtype=torch.float16, tile=tile_side(device, torch.float16))
+        return cut, torch.float16 if max(cut) > 1 else dtype
+    return segments(rows, cols, triples, dtype=dtype, tile=tile_side(device, dtype)), dtype
+
+
+def segments(
+    rows: int, cols: int, triples: Sequence[Triple], *, dtype: torch.dtype, tile: int | None
+) -> tuple[int, ...]:
+    """The cut of the iterations into segments that costs the fewest flops, among those `dtype` can bear.
+
+    A polynomial multiplies the smallest eigenvalues of R by a^2, and with them what rounding has left there: the
+    rounding unit times all a^2 but the last of a segment may reach 1/64. Of equal costs the shorter segments win.
+    """
+    unit = _rounding_unit(dtype)
+    best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
+    for end in range(1, len(triples) + 1):
+        options, loss = [], unit
+        for start in range(end - 1, -1, -1):
+            cost, cut = best[start]
+            options.append((cost + flops(rows, cols, (end - start,), tile=tile), (*cut, end - start)))
+            loss *= triples[start - 1][0] ** 2
+            if loss > _LARGEST_LOSS:
+                break
+        best.append(min(options, key=lambda option: option[0]))
+    return best[-1][1]
+
+
+def flops(rows: int, cols: int, cut: Sequence[int], *, tile: int | None = None) -> int:
+    """Flops of the products that a cut into segments takes for one `[rows, cols]` matrix, rows <= cols.
+
+    Each segment takes `X X^T`, one product with X at its end, and `4 length - 3` products of `[rows, rows]` matrices:
+    `R^2` each time, and between two iterations one for the product of the P and two for `P R P`.
+
+    Args:
+        rows: the shorter side.
+        cols: the longer side.
+        cut: lengths of the segments; `(1,) * 5` is the plain form of five iterations.
+        tile: side of the output tiles of the kernel that computes one triangle of symmetric products; None: no kernel.
+    """
+    small = symmetric_flops(rows, rows, tile)
+    around = symmetric_flops(rows, cols, tile) + 2 * rows * rows * cols
+    return sum(around + (4 * length - 3) * small for length in cut)
+
+
+def working_bytes(rows: int, cols: int, dtype: torch.dtype) -> int:
+    """Bytes that one matrix of a stack takes, at most: three of its size, two in fp32 while it is normalized, six R."""
+    size = torch.finfo(dtype).bits // 8
+    return rows * cols * (3 * size + 8) + 6 * rows * rows * size
+
+
+def _segment(x: Tensor, triples: Sequence[Triple]) -> Tensor:
+    """`P_n ... P_1 X`. The product of the P is held as `q + M` with a number q, which no rounding touches."""
+    gram = symmetric_product(x, x)  # R, [N, R, R]
+    q, total = 1.0, None
+    for index, (a, b, c) in enumerate(triples):
+        inner = symmetric_product(gram, gram, gram, beta=b, alpha=c)  # P - a
+        if total is None:
+            q, total = a, inner
+        else:
+            q, total = a * q, symmetric_product(inner, total, torch.add(a * total, inner, alpha=q))
+        if index < len(triples) - 1:
+            half = symmetric_product(inner, gram, gram, beta=a)  # P R
+            gram = symmetric_product(inner, half, half, beta=a)  # P R P
+    return x if total is None else product(total, x.mT, x, beta=q)
+
+
+def _rounding_unit(dtype: torch.dtype) -> float:
+    """Largest relative error of one rounding; torch may be told to multiply fp32 with the bits of a shorter dtype."""
+    exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
+    return torch.finfo(dtype if exact else torch.bfloat16).eps / 2
+
+
+def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrices as `[N, R, C]`, R <= C."""
     if x.dim() < 2:
         raise ValueError(
             f"A matrix has at least two axes: got shape {tuple(x.shape)}. Reshape it, or keep this leaf out of Muon."
@@ -81,3 +217,34 @@ def _check(x: Tensor, dtype: torch.dtype) -> None:
         raise TypeError(f"A matrix must be of a floating dtype: got {x.dtype}. Cast it first.")
     if dtype not in DTYPES:
         raise ValueError(f"`dtype` must be bf16, fp16 or fp32: got {dtype}. Use torch.bfloat16, the default.")
+    batch = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    return batch.mT if x.shape[-2] > x.shape[-1] else batch
+
+
+def _restored(wide: Tensor, shape: Sequence[int]) -> Tensor:
+    """`_wide` undone."""
+    batch = wide.mT if shape[-2] > shape[-1] else wide
+    return batch.reshape(tuple(shape))
+
+
+def _in_stacks(batches: list[Tensor], most: int, run: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:
+    """`run` of each batch, given to it in lists of parts that hold at most `most` matrices in all."""
+    parts = [(index, part) for index, batch in enumerate(batches) for part in torch.split(batch, most)]
+    done: list[list[Tensor]] = [[] for _ in batches]
+    for stack in _packed(parts, most):
+        result = run([part for _, part in stack])
+        for (index, _), piece in zip(stack, torch.split(result, [len(part) for _, part in stack]), strict=True):
+            done[index].append(piece)
+    return [torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in done]
+
+
+def _packed(parts: list[tuple[int, Tensor]], most: int) -> Iterator[list[tuple[int, Tensor]]]:
+    """Consecutive parts of at most `most` matrices in all."""
+    stack: list[tuple[int, Tensor]] = []
+    for part in parts:
+        if sum(len(held) for _, held in stack) + len(part[1]) > most:
+            yield stack
+            stack = []
+        stack.append(part)
+    if stack:
+        yield stack

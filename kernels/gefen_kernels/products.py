@@ -1,0 +1,113 @@
+"""Batched products `alpha A B^T + beta D`, and what they cost where the result is known to be symmetric.
+
+A back end may have a kernel that computes the tiles of one triangle and mirrors them: about half the flops.
+"""
+
+import torch
+from torch import Tensor
+
+from gefen_kernels.ops import back_end
+
+
+def product(a: Tensor, b: Tensor, added: Tensor | None = None, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """`alpha a b^T + beta added`, added up in fp32 and rounded once; the same bits under `vmap` and `compile`.
+
+    Args:
+        a: `[N, R, K]`.
+        b: `[N, C, K]`.
+        added: `[N, R, C]`; None adds nothing.
+        beta: factor of `added`.
+        alpha: factor of the product.
+
+    Returns:
+        `[N, R, C]` of the dtype of a.
+    """
+    return _call(a, b, added, beta, alpha, False)
+
+
+def symmetric_product(
+    a: Tensor, b: Tensor, added: Tensor | None = None, *, beta: float = 1.0, alpha: float = 1.0
+) -> Tensor:
+    """`product` of matrices `[N, R, K]` where the result is known to be symmetric.
+
+    That is `X X^T`, or a product of two polynomials of one symmetric matrix; and `added` is symmetric.
+    """
+    return _call(a, b, added, beta, alpha, True)
+
+
+def tile_side(device: torch.device, dtype: torch.dtype) -> int | None:
+    """Side of the output tiles of the kernel for symmetric products; None where there is no such kernel."""
+    if not _has_kernel(device.type):
+        return None
+    return 64 if dtype == torch.float32 else 128
+
+
+def symmetric_flops(rows: int, depth: int, tile: int | None) -> int:
+    """Flops of a symmetric `[rows, rows]` product over `depth`: whole tiles of one triangle, or all entries if less."""
+    full = 2 * rows * rows * depth
+    if tile is None:
+        return full
+    side = -(-rows // tile)
+    return min(full, side * (side + 1) * tile * tile * depth)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch does not type it
+def _has_kernel(kind: str) -> bool:
+    return hasattr(back_end(torch.device(kind)), "symmetric_product")
+
+
+def _call(a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float, symmetric: bool) -> Tensor:
+    if a.requires_grad:  # the operator has no derivative, what it is made of has
+        return _multiply(a, b, added, beta, alpha, False)
+    result: Tensor = torch.ops.gefen_kernels.multiply.default(a, b, added, beta, alpha, symmetric)
+    return result
+
+
+def _multiply(a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float, symmetric: bool) -> Tensor:
+    tile = tile_side(a.device, a.dtype) if symmetric else None
+    rows, depth = a.shape[-2:]
+    if symmetric_flops(rows, depth, tile) < symmetric_flops(rows, depth, None):
+        result: Tensor = back_end(a.device).symmetric_product(a, b, added, beta=beta, alpha=alpha)  # type: ignore[union-attr]  # tile_side has asked
+        return result
+    if a.dtype == torch.float16 and a.device.type == "cpu":  # torch's own fp16 products run at 1 GF/s there
+        a, b, added = a.to(torch.float32), b.to(torch.float32), None if added is None else added.to(torch.float32)
+        return _multiply(a, b, added, beta, alpha, False).to(torch.float16)
+    if added is None:
+        return torch.bmm(a, b.mT) if alpha == 1.0 else torch.bmm(a, b.mT) * alpha
+    return torch.baddbmm(added, a, b.mT, beta=beta, alpha=alpha)
+
+
+def _shape_of_multiply(
+    a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float, symmetric: bool
+) -> Tensor:
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[1])
+
+
+def _mapped_multiply(
+    info: object,
+    in_dims: tuple[int | None, ...],
+    a: Tensor,
+    b: Tensor,
+    added: Tensor | None,
+    beta: float,
+    alpha: float,
+    symmetric: bool,
+) -> tuple[Tensor, int]:
+    """A mapped axis joins the batch."""
+    size: int = info.batch_size  # type: ignore[attr-defined]  # torch gives its type no public name
+
+    def joined(x: Tensor, dim: int | None) -> Tensor:
+        return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+    kept = None if added is None else joined(added, in_dims[2])
+    result = _call(joined(a, in_dims[0]), joined(b, in_dims[1]), kept, beta, alpha, symmetric)
+    return torch.unflatten(result, 0, (size, len(result) // size)), 0
+
+
+# An operator, because `vmap` and `compile` take `baddbmm` apart and round in between.
+# torch types no method of a Library.
+_LIBRARY = torch.library.Library("gefen_kernels", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("multiply(Tensor a, Tensor b, Tensor? added, float beta, float alpha, bool symmetric) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("multiply", _multiply, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("gefen_kernels::multiply", _shape_of_multiply, lib=_LIBRARY)
+torch.library.register_vmap("gefen_kernels::multiply", _mapped_multiply, lib=_LIBRARY)
