@@ -2,12 +2,16 @@
 
     >>> from gefen_fn import gefen, inject_hyperparams
     >>> optimizer = Gefen(model.named_parameters(), lr=1e-3, weight_decay=0.1)
+    >>> optimizer = GefenMuon(model, lr=1e-3)
     >>> optimizer = TransformOptimizer(model.named_parameters(), inject_hyperparams(gefen)(1e-3))
 
-- `Gefen` stands where `torch.optim.AdamW` stood; `TransformOptimizer` runs any transform.
-- Both are a `torch.optim.Optimizer`, and have `describe()` (what is kept for each parameter, as a table),
+- `Gefen` stands where `torch.optim.AdamW` stood, `Muon` where `torch.optim.Muon` stood; `GefenMuon` takes whole models,
+  and `TransformOptimizer` runs any transform.
+- Each of these is a `torch.optim.Optimizer`, and has `describe()` (what is kept for each parameter, as a table),
   `state_tree()` (the transform's state), `step_was_skipped`, and `load_state_dict(saved, strict=False)`, which returns
   a `LoadReport`.
+- `route` says which parameters of a model `GefenMuon` gives to Muon and why: a `Routing` of `RoutedLeaf` rows, with a
+  `Choice` for each parameter, which may be given back as `rules`.
 - A state that does not fit raises `CheckpointError`, and nothing is changed.
 - `gefen` is the command line: `gefen demo`.
 """
@@ -15,9 +19,22 @@
 import gefen_fn
 from gefen_nn.checkpoint import LoadReport
 from gefen_nn.errors import CheckpointError
+from gefen_nn.muon import GefenMuon, Muon
 from gefen_nn.optimizer import TransformOptimizer
 from gefen_nn.presets import Gefen
+from gefen_nn.route import Choice, RoutedLeaf, Routing, route
 
 __version__ = gefen_fn.__version__
 
-__all__ = ["CheckpointError", "Gefen", "LoadReport", "TransformOptimizer"]
+__all__ = [
+    "CheckpointError",
+    "Choice",
+    "Gefen",
+    "GefenMuon",
+    "LoadReport",
+    "Muon",
+    "RoutedLeaf",
+    "Routing",
+    "TransformOptimizer",
+    "route",
+]

@@ -1,6 +1,6 @@
 """Optimizers with torch's names and argument order."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -21,7 +21,24 @@ _REFUSED = {
 }
 
 
-class Gefen(TransformOptimizer):
+class Preset(TransformOptimizer):
+    """An optimizer that can be built anew from its arguments, and so be pickled."""
+
+    _arguments: Mapping[str, Any] = {}
+
+    def _build(self, params: Iterable[Any], rule: Callable[..., GradientTransformation], fused: bool | None) -> None:
+        """Check the numbers that groups start from, and run `rule` of them; the arguments are kept before."""
+        groups.check_values(lambda values: rule(**values), self._start, self.keys, read=True)
+        values = {name: float(x) for name, x in groups.read_values(self._start, self.keys).items()}
+        super().__init__(params, inject_hyperparams(rule)(**values), fused=fused)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild from the arguments, then put the state back."""
+        arguments = {**self._start, **self._arguments}
+        return _rebuild, (type(self), [dict(g) for g in self.param_groups], arguments, self.state_dict())
+
+
+class Gefen(Preset):
     """AdamW with its first moment in one byte per entry and a factored second moment.
 
     Arguments up to `fused` are those of `torch.optim.AdamW`, but `weight_decay` is 0.0 where AdamW's is 0.01. The rule
@@ -97,18 +114,11 @@ class Gefen(TransformOptimizer):
         rounding = "stochastic" if stochastic_rounding else "nearest"
         fixed = {"second_moment": second_moment, "b2_warmup": b2_warmup, "block": block, "codebook": codebook}
         rule = _rule(maximize, {**fixed, "rounding": rounding})
-        groups.check_values(lambda values: rule(**values), self._start, self.keys, read=True)
-        values = {name: float(x) for name, x in groups.read_values(self._start, self.keys).items()}
-        super().__init__(params, inject_hyperparams(rule)(**values), fused=fused)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Rebuild from the arguments, then put the state back."""
-        arguments = {**self._start, **self._arguments}
-        return rebuild, (type(self), [dict(g) for g in self.param_groups], arguments, self.state_dict())
+        self._build(params, rule, fused)
 
 
-def rebuild(
-    preset: type[TransformOptimizer],
+def _rebuild(
+    preset: type[Preset],
     param_groups: list[dict[str, Any]],
     arguments: dict[str, Any],
     state: dict[str, Any],

@@ -55,7 +55,7 @@ def decoder(layer: nn.Module, *, tied: bool) -> Parts:
     return whole
 
 
-def llama(kv_heads: int = 2, tied: bool = False, **more: nn.Module) -> Parts:
+def llama(kv_heads: int = 1, tied: bool = False, **more: nn.Module) -> Parts:
     norms = {"input_layernorm": Norm(D), "post_attention_layernorm": Norm(D)}
     return decoder(Parts(self_attn=attention(kv_heads, **more), mlp=gated(D, 176), **norms), tied=tied)
 
@@ -65,7 +65,7 @@ def qwen3() -> Parts:
 
 
 def mistral() -> Parts:
-    return llama(kv_heads=1)
+    return llama(kv_heads=2)
 
 
 def mixtral() -> Parts:
