@@ -47,7 +47,7 @@ from gefen_fn.tree import (
 )
 from gefen_kernels import ops, reference
 from gefen_kernels.moment import Drive
-from gefen_kernels.newton_schulz import orthogonalize
+from gefen_kernels.newton_schulz import orthogonalize_many
 from gefen_kernels.ns_coefficients import ns_coefficients
 
 _ROW_DECAY = 0.95
@@ -257,7 +257,7 @@ def _directions(
 
 
 def _orthogonal(rule: _Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    return [orthogonalize(x, coeffs=rule.coeffs, eps=rule.eps) for x in xs]
+    return orthogonalize_many(xs, coeffs=rule.coeffs, eps=rule.eps)
 
 
 def _wide(x: Tensor) -> Tensor:
