@@ -83,6 +83,7 @@ def scalars_of(launch: Launch, grads: Updates, state: OptState, factor: Tensor |
     corrections = bias_correction(b1, t), root_correction(b2, t)
     scale = 1.0 if factor is None else factor
     table = torch.empty(len(works), 10, dtype=torch.float32, device=counts.device)
-    for i, x in enumerate((b1, 1.0 - b1, warm, 1.0 - warm, *corrections, eps, part.sign * rate, decay, scale)):
-        table[:, i] = x
+    numbers = (b1, 1.0 - b1, warm, 1.0 - warm, *corrections, eps, part.sign * rate, decay, scale)
+    for column, x in zip(table.unbind(1), numbers, strict=True):
+        column.copy_(x if isinstance(x, Tensor) else scalar_on(x, counts.device))
     return table

@@ -286,9 +286,12 @@ def _equal(x: Any, y: Any) -> bool:
 
 def fill_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Write restored hyperparameters into a group; a tensor is filled in place, as a captured graph reads it."""
-    for key, value in values.items():
-        own = group.get(key)
-        if isinstance(own, Tensor):
-            own.copy_(torch.as_tensor(value))
-        else:
-            group[key] = value.clone() if isinstance(value, Tensor) else value
+    group.update({key: _filled(group.get(key), value) for key, value in values.items()})
+
+
+def _filled(own: Any, value: Any) -> Any:
+    if isinstance(own, Tensor):
+        return own.copy_(torch.as_tensor(value))
+    if isinstance(own, (tuple, list)) and isinstance(value, (tuple, list)) and len(own) == len(value):
+        return type(value)(map(_filled, own, value))
+    return value.clone() if isinstance(value, Tensor) else value

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, Recipe
 from gefen_fn.program import Path
+from gefen_fn.scalar import scalar_on
 from gefen_fn.tree import StructureError
 
 FORMAT_VERSION = 1
@@ -193,14 +194,35 @@ def read_values(group: Mapping[str, Any], keys: Keys) -> dict[str, Any]:
     return {n: x for key, names in keys.items() for n, x in zip(names, _parts(group[key], names), strict=True)}
 
 
-def _scalar(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value.detach().to(torch.float64).reshape(())
-    return torch.tensor(value, dtype=torch.float64, device="cpu")
+def make_live(group: dict[str, Any], keys: Keys) -> None:
+    """Replace a group's numbers by float64 tensors beside its parameters, which a captured step reads anew."""
+    device = next((p.device for p in group["params"] if not p.is_meta), torch.device("cpu"))
+    for key, names in keys.items():
+        parts = tuple(x if isinstance(x, Tensor) else scalar_on(x, device) for x in _parts(group[key], names))
+        group[key] = parts if len(names) > 1 else parts[0]
+
+
+def check_live(group: Mapping[str, Any], keys: Keys, device: torch.device) -> None:
+    """Refuse to capture a number, which a replay would keep whatever the group says then.
+
+    Raises:
+        RuntimeError: naming the key.
+    """
+    for key, names in keys.items():
+        for x in _parts(group[key], names):
+            if not isinstance(x, Tensor) or x.device != device:
+                came = f"one on {x.device}" if isinstance(x, Tensor) else repr(x)
+                raise RuntimeError(
+                    f"`{key}` must be a tensor on {device} while a step is captured: got {came}. "
+                    f"Write `group[{key!r}].fill_(x)` instead of putting another object there."
+                )
 
 
 def group_hyperparams(
-    groups: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]], keys: Keys
+    groups: Sequence[Mapping[str, Any]],
+    members: Sequence[Sequence[str]],
+    keys: Keys,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
     """Read the groups into the values that the transform's state carries.
 
@@ -208,18 +230,31 @@ def group_hyperparams(
         groups: the parameter groups.
         members: the names of each group's parameters that have state.
         keys: the groups' keys.
+        device: where to put them, without a look at tensors; None for numbers on the CPU and tensors where they are.
 
     Returns:
         For each hyperparameter a 0-dim float64 tensor, or `{parameter: 0-dim tensor}` where groups differ.
     """
     rows = [read_values(group, keys) for group, names in zip(groups, members, strict=True) if names]
     owners = [names for names in members if names]
-    return {name: _spread([_scalar(row[name]) for row in rows], owners) for name in (rows[0] if rows else ())}
+    return {
+        name: _spread([_scalar(row[name], device) for row in rows], owners, device)
+        for name in (rows[0] if rows else ())
+    }
 
 
-def _spread(values: list[Tensor], members: list[Sequence[str]]) -> Tensor | dict[str, Tensor]:
-    # Dynamo cannot compare tensors: a compiled step of several groups takes every value per leaf.
-    traced = torch.compiler.is_compiling() and len(values) > 1
-    if not traced and all(torch.equal(value.cpu(), values[0].cpu()) for value in values[1:]):
+def _scalar(value: Any, device: torch.device | None) -> Tensor:
+    if isinstance(value, Tensor):
+        value = value.detach().reshape(())
+        return scalar_on(value, value.device if device is None else device)
+    return scalar_on(value, device or torch.device("cpu"))
+
+
+def _spread(
+    values: list[Tensor], members: list[Sequence[str]], device: torch.device | None
+) -> Tensor | dict[str, Tensor]:
+    # Neither Dynamo nor a step without host reads can compare tensors: they take every value per leaf.
+    blind = device is not None or torch.compiler.is_compiling()
+    if len(values) == 1 or (not blind and all(torch.equal(x.cpu(), values[0].cpu()) for x in values[1:])):
         return values[0]
-    return {name: value.clone() for value, names in zip(values, members, strict=True) for name in names}
+    return {name: value for value, names in zip(values, members, strict=True) for name in names}

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, OptState, check_transform, write_updates
 from gefen_fn.describe import Report, describe
-from gefen_fn.fuse import fuse
+from gefen_fn.fuse import fuse, write_state
 from gefen_fn.program import at, put
-from gefen_fn.scalar import squares_are_finite
+from gefen_fn.scalar import capturing, squares_are_finite
 from gefen_fn.tree import StructureError, check_floating
 from gefen_kernels import ops
 from gefen_nn import checkpoint, groups, state_view
@@ -45,6 +45,10 @@ class TransformOptimizer(torch.optim.Optimizer):
         tx: the transform.
         fused: step in place on a back end where the expression and the device allow (see `gefen_fn.fuse`), which
             changes no bit on a CPU; False never does.
+        capturable: keep counters and hyperparameters beside the parameters, and step without a look at them, so that
+            `step` may be captured in a CUDA graph, after one that is not. Groups then hold tensors, which schedulers
+            and loads fill in place, as `group["lr"].fill_(x)` does. Load before the capture, if the codebook is
+            another one.
 
     Raises:
         TypeError: if `tx` is not a transform.
@@ -57,10 +61,17 @@ class TransformOptimizer(torch.optim.Optimizer):
     error_if_nonfinite: bool = False
     _start: Mapping[str, Any] = {}
 
-    def __init__(self, params: Iterable[Any], tx: GradientTransformation, *, fused: bool | None = None) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        tx: GradientTransformation,
+        *,
+        fused: bool | None = None,
+        capturable: bool = False,
+    ) -> None:
         self._kept = _Kept()
         check_transform(tx)
-        self._tx = tx
+        self._tx, self._capturable = tx, capturable
         self._fused = None if fused is False else fuse(tx)
         injection = groups.find_injection(tx)
         self._path = injection.path
@@ -139,6 +150,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._check_group(self.param_groups[-1])
         if not self._keys:
             self.param_groups[-1] = groups.ExpressionGroup(self.param_groups[-1])
+        if self._capturable:
+            groups.make_live(self.param_groups[-1], self._keys)
 
     def _accept(self) -> None:
         """Refuse names or parameters that stand twice; make state for those that are new."""
@@ -160,6 +173,19 @@ class TransformOptimizer(torch.optim.Optimizer):
         pairs = zip(self.param_groups, known, strict=False)
         self._checked = [groups.check_changes(self._rebuild, group, self._keys, seen) for group, seen in pairs]
 
+    def _check_capture(self) -> None:
+        """Refuse a captured step whose replays would not be steps."""
+        if not capturing():
+            return
+        device = self._device()
+        if device is None:
+            raise RuntimeError(
+                "A captured step must have its counters on the GPU: got an optimizer that has them on the CPU. "
+                "Build it with capturable=True."
+            )
+        for group in self.param_groups:
+            groups.check_live(group, self._keys, device)
+
     def _members(self) -> list[list[str]]:
         return groups.members(self.param_groups)
 
@@ -172,9 +198,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         known = self._kept.seen.keys() | set(also)
         return {name: p for name, p in self._named().items() if p.requires_grad or name in known}
 
-    def _grown(self, also: Collection[str] = ()) -> tuple[OptState, dict[str, tuple[torch.device, torch.Size]]]:
+    def _grown(self, params: Mapping[str, Tensor]) -> tuple[OptState, dict[str, tuple[torch.device, torch.Size]]]:
         """The state and its signature, with state for parameters that are new, thawed, moved or no longer meta."""
-        params = self._tracked(also)
         signature = {name: (p.device, p.shape) for name, p in params.items()}
         if self._ready and signature == self._kept.seen:
             return self._kept.state, self._kept.seen
@@ -182,10 +207,13 @@ class TransformOptimizer(torch.optim.Optimizer):
         merged = (
             state_view.merge(fresh, params.keys(), self._kept.state, self._kept.seen.keys()) if self._ready else fresh
         )
-        return state_view.place(merged, params), signature
+        return state_view.place(merged, params, self._capturable), signature
 
-    def _sync(self) -> None:
-        self._kept.state, self._kept.seen = self._grown()
+    def _sync(self) -> dict[str, Tensor]:
+        """Make state for whatever needs some; return the parameters that have state."""
+        params = self._tracked()
+        self._kept.state, self._kept.seen = self._grown(params)
+        return params
 
     def _shown(self, state: OptState) -> OptState:
         """The state without the hyperparameters that groups carry: those have one truth, the group's."""
@@ -199,8 +227,14 @@ class TransformOptimizer(torch.optim.Optimizer):
         if not self._keys:
             return state
         members = [[name for name in member if name in self._kept.seen] for member in self._members()]
-        values = groups.group_hyperparams(self.param_groups, members, self._keys)
+        values = groups.group_hyperparams(self.param_groups, members, self._keys, self._device())
         return self._replace_hyperparams(state, {**self._hyperparams(state), **values})
+
+    def _device(self) -> torch.device | None:
+        """Where a step without host reads looks for its hyperparameters; None if it may read."""
+        if not self._capturable:
+            return None
+        return next((device for device, _ in self._kept.seen.values() if device.type != "meta"), torch.device("cpu"))
 
     def _hyperparams(self, state: OptState) -> dict[str, Any]:
         values: dict[str, Any] = at(state, self._path).hyperparams
@@ -225,27 +259,27 @@ class TransformOptimizer(torch.optim.Optimizer):
             StructureError: for a gradient that is sparse, complex or of another shape.
             ValueError: for a group's value that is no number or out of range; tensors are not read, and a compiled step
                 does not check.
-            RuntimeError: for a non-finite gradient, if `error_if_nonfinite`.
+            RuntimeError: for a non-finite gradient, if `error_if_nonfinite`; for a captured step that cannot be one.
         """
         loss = _call(closure)
-        self._sync()
-        params = self._tracked()
+        params = self._sync()
         grads = {name: p.grad for name, p in params.items()}
         self._check(grads, params)
         if not torch.compiler.is_compiling():
             self._check_changes()
+            self._check_capture()
         self._kept.skipped = all(g is None for g in grads.values())
         if not self._kept.skipped:
             self._kept.state = self._stepped(grads, self._with_hyperparams(self._kept.state), params)
         return loss
 
     def _stepped(self, grads: dict[str, Tensor | None], state: OptState, params: dict[str, Tensor]) -> OptState:
-        """The next state; parameters, and the state's tensors where the step is fused, are written in place."""
+        """The next state; parameters, and the state's tensors where fused or capturable, are written in place."""
         if self._fused is not None and not torch.compiler.is_compiling():
             return self._fused(grads, state, params)
-        updates, state = self._tx.update(grads, state, params)
+        updates, new = self._tx.update(grads, state, params)
         write_updates(params, updates)
-        return state
+        return write_state(state, new) if self._capturable and not torch.compiler.is_compiling() else new
 
     def _check(self, grads: dict[str, Tensor | None], params: dict[str, Tensor]) -> None:
         given = {name: g for name, g in grads.items() if g is not None}
@@ -284,7 +318,7 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def _restore(self, state_dict: dict[str, Any], strict: bool) -> checkpoint.LoadReport:
         saved = checkpoint.read(state_dict, self.param_groups, self._members(), strict)
-        own, seen = self._grown([name for name, leaves in saved.leaves.items() if leaves])
+        own, seen = self._grown(self._tracked([name for name, leaves in saved.leaves.items() if leaves]))
         frozen = {name for name, p in self._named().items() if not p.requires_grad}
         state = checkpoint.restore(self._shown(own), seen.keys(), saved.leaves, frozen, strict)
         report = checkpoint.report(self._shown(own), seen.keys(), saved.leaves)
@@ -294,7 +328,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         if self._keys:
             state = self._replace_hyperparams(state, {**self._hyperparams(own), **self._hyperparams(state)})
         self._kept.seen = seen
-        self._kept.state = self._with_hyperparams(state)
+        self._kept.state = self._with_hyperparams(write_state(own, state) if self._capturable else state)
         return report
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TransformOptimizer":

@@ -115,13 +115,20 @@ def _keep(slot: Slot, old: Tensor | None) -> Tensor | None:
     return old
 
 
-def place(state: OptState, params: Mapping[str, Tensor]) -> OptState:
-    """Move leaves of rank >= 1 to their parameter's device (shared ones to the first's), 0-dim ones to the CPU."""
+def place(state: OptState, params: Mapping[str, Tensor], capturable: bool = False) -> OptState:
+    """Move leaves of rank >= 1 to their parameter's device (shared ones to the first's), 0-dim ones to the CPU.
+
+    Args:
+        state: a state tree made for `params`.
+        params: by name.
+        capturable: move 0-dim numbers too, and 0-dim bools of one parameter; shared ones the host asks for.
+    """
     first = next((p.device for p in params.values() if not p.is_meta), torch.device("cpu"))
 
     def move(leaf: Any, owner: str | None, depth: int) -> Any:
         target = first if owner is None else params[owner].device
-        return _move(leaf, target if isinstance(leaf, Tensor) and leaf.dim() else torch.device("cpu"))
+        moves = isinstance(leaf, Tensor) and (leaf.dim() or (capturable and (owner or leaf.dtype != torch.bool)))
+        return _move(leaf, target if moves else torch.device("cpu"))
 
     return _map_leaves(move, state, params.keys())
 

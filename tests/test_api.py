@@ -88,7 +88,7 @@ SIGNATURES = {
     "decay_mask": "params",
 }
 ADAPTERS = {
-    "TransformOptimizer": "params, tx, *, fused=None",
+    "TransformOptimizer": "params, tx, *, fused=None, capturable=False",
     "Gefen": "params, lr=0.001, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0, amsgrad=False, *, foreach=None, "
     "maximize=False, capturable=False, differentiable=False, fused=None, second_moment=Factored(tile=(128, 256)), "
     "b2_warmup=0.9, block=256, codebook='learned', stochastic_rounding=False, deterministic=False, "
