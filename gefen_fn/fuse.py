@@ -18,10 +18,20 @@ from gefen_fn.clip import clip_factor, global_norm
 from gefen_fn.gefen import ScaleByGefenState
 from gefen_fn.plan import Launch, StepPlan, Work, kernels_of, make_plan
 from gefen_fn.program import Part, Program, Stage, at, put, recognise
+from gefen_fn.rounding import StochasticRoundingState
 from gefen_fn.scalar import capturing, check_state, multiply
 from gefen_fn.scale import need_params
-from gefen_fn.step_values import changes_of, scalars_of, value_of
-from gefen_fn.tree import check_floating, form_of, tree_leaves, tree_map, tree_parts, tree_structure, tree_unflatten
+from gefen_fn.step_values import changes_of, draws_of, scalars_of, value_of
+from gefen_fn.tree import (
+    Tree,
+    check_floating,
+    form_of,
+    tree_leaves,
+    tree_map,
+    tree_parts,
+    tree_structure,
+    tree_unflatten,
+)
 from gefen_kernels import reference
 
 _FIRST = (
@@ -102,6 +112,7 @@ class Step:
         stages = [_stage(part, state) for part in self.program.parts]
         own, forms = tree_parts(grads, params), [form_of(g) for g in leaves]
         key = [*own, *(x for stage in stages for x in tree_leaves((stage.count, stage.mu, stage.nu)))]
+        key += [x for part in self.program.parts for x in tree_leaves(_drawn(part, state))]
         facts = [*forms, *((x.data_ptr(), x.stride(), x.shape, x.dtype) for x in key if x is not None)]
         old, captured = self._plan, capturing()
         if old is None or old.facts != facts or not all(map(operator.is_, old.key, key)):
@@ -187,6 +198,15 @@ def _stage(part: Part, state: OptState) -> ScaleByGefenState:
     return stage
 
 
+def _drawn(part: Part, state: OptState) -> Tree:
+    """The counts that parameters are rounded at random with; None without."""
+    if part.rounding is None:
+        return None
+    stage: StochasticRoundingState = at(state, part.rounding.path)
+    check_state(stage, StochasticRoundingState)
+    return stage.count
+
+
 def _unlearned(program: Program, state: OptState) -> list[Part]:
     """The parts whose codebooks are to be learned and were not."""
     rules = [(part, part.core.recipe.kwargs["codebook"]) for part in program.parts]
@@ -228,10 +248,13 @@ def _prepared(
     book = at(state, part.core.path).codebook.to(works[0].param.device)
     drive, own = part.core.recipe.kwargs["drive"], [leaves[work.index] for work in works]
     options = {"drive": drive, "ties": launch.ties, "negate": program.negate, "scaled": factor is not None}
+    if launch.draws:
+        options["counts"] = draws_of(launch)
+    counts = [work.count for work in works] + [work.drawn for work in works if work.drawn is not None]
 
     def run() -> None:
         launch.module.run_step(launch.plan, own, scalars, book, **options)
-        torch._foreach_add_([work.count for work in works], 1)
+        torch._foreach_add_(counts, 1)
         torch.autograd.graph.increment_version([work.param for work in works])
 
     return run

@@ -15,6 +15,7 @@ from gefen_fn.first_moment import check_moment
 from gefen_fn.gefen import ScaleByGefenState
 from gefen_fn.program import Part, Program, at
 from gefen_fn.quantize import Quantized, tie_rule
+from gefen_fn.rounding import leaf_seeds
 from gefen_fn.second_moment import Block, Factored, SecondMoment, policy_for
 from gefen_fn.tree import tree_leaves, tree_parts, tree_structure, tree_unflatten
 from gefen_kernels import ops, reference
@@ -23,7 +24,10 @@ from gefen_kernels.step import Leaf
 
 @dataclass(frozen=True)
 class Work:
-    """A leaf of a part: its place in the tree, its tensors, and how they lie."""
+    """A leaf of a part: its place in the tree, its tensors, and how they lie.
+
+    `drawn` is its count in `stochastic_rounding`, None without; `seed` that of what is rounded at random.
+    """
 
     index: int
     part: Part
@@ -32,6 +36,8 @@ class Work:
     mu: Any
     nu: Any
     layout: LeafLayout
+    drawn: Tensor | None
+    seed: int
 
     @property
     def policy(self) -> SecondMoment:
@@ -59,6 +65,9 @@ class Work:
             tile=policy.sides if isinstance(policy, Factored) else (None, None),
             decays=decays,
             corrects=not self.warms,
+            seed=self.seed,
+            random_codes=quantized and self.part.core.recipe.kwargs["rounding"] == "stochastic",
+            random_param=self.drawn is not None and self.param.dtype == torch.bfloat16,
         )
 
 
@@ -71,6 +80,7 @@ class Launch(NamedTuple):
         plan: its own plan of them.
         ties: of the codebook, see `reference.nearest`.
         warms: bool `[leaves]`, `Work.warms` of each, where the counts are.
+        draws: whether something is rounded at random.
     """
 
     works: list[Work]
@@ -78,6 +88,7 @@ class Launch(NamedTuple):
     plan: Any
     ties: reference.Ties
     warms: Tensor
+    draws: bool
 
 
 @dataclass(frozen=True)
@@ -127,9 +138,10 @@ def make_plan(
         for device in dict.fromkeys(work.param.device for work in own):
             there = [work for work in own if work.param.device == device]
             module: Any = ops.back_end(device)
-            plan = module.plan_step([work.leaf(leaves[work.index], decays[work.index]) for work in there])
+            given = [work.leaf(leaves[work.index], decays[work.index]) for work in there]
             warms = torch.tensor([work.warms for work in there], device=there[0].count.device)
-            launches.append(Launch(there, module, plan, _ties(part), warms))
+            draws = any(leaf.random_codes or leaf.random_param for leaf in given)
+            launches.append(Launch(there, module, module.plan_step(given), _ties(part), warms, draws))
     written = frozenset(_memory(work.param) for work in taken) - {0}  # which is where nothing lies
     return StepPlan(key, facts, works, launches, frozenset(work.index for work in taken), written)
 
@@ -142,10 +154,12 @@ def _works(program: Program, grads: Updates, state: OptState, params: Params) ->
     for part in program.parts:
         stage: ScaleByGefenState = at(state, part.core.path)
         trees = (stage.count, stage.mu, stage.nu, layouts(part.core.recipe.kwargs["block"], grads))
-        rows = zip(tree_leaves(grads), own, labels, *(tree_parts(grads, tree) for tree in trees), strict=True)
-        for i, (g, p, label, count, mu, nu, layout) in enumerate(rows):
+        drawn = [None] * len(own) if part.rounding is None else tree_parts(grads, at(state, part.rounding.path).count)
+        columns = (own, labels, leaf_seeds(grads, str(program)), drawn, *(tree_parts(grads, tree) for tree in trees))
+        rows = zip(tree_leaves(grads), *columns, strict=True)
+        for i, (g, p, label, seed, draws, count, mu, nu, layout) in enumerate(rows):
             if g is not None and label == part.label:
-                work = Work(i, part, p, count, mu, nu, layout)
+                work = Work(i, part, p, count, mu, nu, layout, draws, seed)
                 check_moment(g, mu, layout)
                 work.policy.check(nu, layout)
                 out.append(work)

@@ -4,6 +4,7 @@ An expression is recognised if, from left to right, it is
 
     [scale(-1)] [clip_by_global_norm] part      or      [scale(-1)] [clip_by_global_norm] partition({label: part})
     part = scale_by_gefen [add_decayed_weights, masked or not] [scale_by_learning_rate or its like]
+           [stochastic_rounding]
 
 in any nesting of `chain`, `named_chain` and `inject_hyperparams`. Labels of a partition that are no such part, and
 leaves that no back end takes, go through the pure path inside the same step.
@@ -42,6 +43,7 @@ class Part(NamedTuple):
         decay: `add_decayed_weights`, or None.
         mask: which leaves decay; None for all.
         rate: the stage that multiplies at the end, or None.
+        rounding: `stochastic_rounding`, or None.
         label: in a partition, the label of the leaves.
     """
 
@@ -49,7 +51,13 @@ class Part(NamedTuple):
     decay: Stage | None
     mask: Any
     rate: Stage | None
+    rounding: Stage | None
     label: Any = None
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Those that there are."""
+        return [stage for stage in (self.core, self.decay, self.rate, self.rounding) if stage is not None]
 
     @property
     def sign(self) -> float:
@@ -80,15 +88,15 @@ class Program(NamedTuple):
     @property
     def stages(self) -> list[Stage]:
         """Every stage that is fused."""
-        inside = [stage for part in self.parts for stage in (part.core, part.decay, part.rate)]
-        return [stage for stage in (self.clip, *inside) if stage is not None]
+        inside = [stage for part in self.parts for stage in part.stages]
+        return inside if self.clip is None else [self.clip, *inside]
 
     def __str__(self) -> str:
         """The stages that are fused, part by part."""
         before = ["scale"] * self.negate + ([self.clip.recipe.name] if self.clip is not None else [])
         texts = []
         for part in self.parts:
-            stages = [s.recipe.name for s in (part.core, part.decay, part.rate) if s is not None]
+            stages = [stage.recipe.name for stage in part.stages]
             texts.append(" + ".join([*before, *stages]) + (f" for {part.label!r}" if self.labels is not None else ""))
         return "; ".join(texts)
 
@@ -184,16 +192,13 @@ def _part(stages: list[Stage]) -> Part | None:
     decay, mask = _decay(rest[0]) if rest else (None, None)
     if decay is not None:
         rest = rest[1:]
-    if len(rest) > 1 or (rest and rest[0].recipe.name not in _RATES):
-        return None
-    return Part(core, decay, mask, rest[0] if rest else None)
+    rate = rest.pop(0) if rest and rest[0].recipe.name in _RATES else None
+    rounding = rest.pop(0) if rest and rest[0].recipe.name == "stochastic_rounding" else None
+    return None if rest else Part(core, decay, mask, rate, rounding)
 
 
 def _is_core(recipe: Recipe) -> bool:
-    if recipe.name != "scale_by_gefen":
-        return False
-    given = recipe.kwargs
-    return given["rounding"] == "nearest" and type(given["second_moment"]) in (Dense, Block, Factored)
+    return recipe.name == "scale_by_gefen" and type(recipe.kwargs["second_moment"]) in (Dense, Block, Factored)
 
 
 def _decay(stage: Stage) -> tuple[Stage | None, Any]:

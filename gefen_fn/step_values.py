@@ -87,3 +87,9 @@ def scalars_of(launch: Launch, grads: Updates, state: OptState, factor: Tensor |
     for column, x in zip(table.unbind(1), numbers, strict=True):
         column.copy_(x if isinstance(x, Tensor) else scalar_on(x, counts.device))
     return table
+
+
+def draws_of(launch: Launch) -> Tensor:
+    """The counts that codes and parameters of the coming update are rounded at random with: integers `[leaves, 2]`."""
+    pairs = [(work.count, work.count if work.drawn is None else work.drawn) for work in launch.works]
+    return torch.stack([x for pair in pairs for x in pair]).reshape(-1, 2) + 1

@@ -9,6 +9,7 @@ from gefen_fn.alias import gefen
 from gefen_fn.base import GradientTransformation
 from gefen_fn.combine import chain
 from gefen_fn.inject import inject_hyperparams
+from gefen_fn.rounding import stochastic_rounding
 from gefen_fn.scale import scale
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
 from gefen_nn import groups
@@ -60,7 +61,7 @@ class Gefen(Preset):
         b2_warmup: exponent of the second moment's warm-up, None for a constant `b2`.
         block: entries per scale: an int, a tree of ints, or `FlatBlocks`.
         codebook: "learned", "fixed" or a tensor.
-        stochastic_rounding: round the moment's codes up or down at random, by distance.
+        stochastic_rounding: round bf16 parameters up or down at random, by distance: small steps arrive on average.
         deterministic: accepted; every sum already has a fixed order.
         error_if_nonfinite: raise before anything changes if a gradient is not finite; costs a host read per step.
 
@@ -111,10 +112,8 @@ class Gefen(Preset):
             "fused": fused,
         }
         self._start = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        rounding = "stochastic" if stochastic_rounding else "nearest"
         fixed = {"second_moment": second_moment, "b2_warmup": b2_warmup, "block": block, "codebook": codebook}
-        rule = _rule(maximize, {**fixed, "rounding": rounding})
-        self._build(params, rule, fused)
+        self._build(params, _rule(maximize, stochastic_rounding, fixed), fused)
 
 
 def _rebuild(
@@ -142,14 +141,15 @@ def _refuse(**flags: bool) -> None:
             raise ValueError(f"`{name}` must be False: got True. {_REFUSED[name]}.")
 
 
-def _rule(maximize: bool, fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
+def _rule(maximize: bool, rounds: bool, fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
     """The factory whose numbers are injected."""
 
     def rule(
         learning_rate: Any = 1e-3, b1: Any = 0.9, b2: Any = 0.999, eps: Any = 1e-8, weight_decay: Any = 0.0
     ) -> GradientTransformation:
         tx = gefen(learning_rate, b1, b2, eps, weight_decay, **fixed)
-        return chain(scale(-1.0), tx) if maximize else tx
+        before, after = [scale(-1.0)] * maximize, [stochastic_rounding()] * rounds
+        return chain(*before, tx, *after) if before or after else tx
 
     rule.__name__ = "gefen"
     return rule

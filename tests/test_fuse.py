@@ -35,6 +35,7 @@ from gefen_fn import (
     scale,
     scale_by_gefen,
     set_to_zero,
+    stochastic_rounding,
 )
 from gefen_fn.base import write_updates
 from gefen_kernels import cpu, ops
@@ -67,6 +68,8 @@ EXPRESSIONS = {
     "published": lambda: gefen(1e-2, second_moment=Block(), b2_warmup=None, drive="m_hat", block=FlatBlocks(100)),
     "one tile": lambda: gefen(1e-2, second_moment=Factored()),
     "dense": lambda: gefen(1e-2, second_moment=Dense()),
+    "random codes": lambda: gefen(1e-2, rounding="stochastic"),
+    "random parameters": lambda: chain(gefen(1e-2), stochastic_rounding()),
     "flat blocks with tiles": lambda: gefen(1e-2, block=FlatBlocks(100)),
     "odd blocks": lambda: gefen(1e-2, block={k: 100 if k == "w" else 64 for k in SHAPES}),
     "schedules everywhere": lambda: gefen(COSINE, b1=linear_schedule(0.8, 0.9, 5), weight_decay=COSINE),
@@ -126,7 +129,7 @@ def test_four_fused_steps_are_four_plain_ones(make):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", ["gefen with decay", "clip", "ascent"])
+@pytest.mark.parametrize("name", ["gefen with decay", "clip", "ascent", "random parameters"])
 def test_other_dtypes_are_rounded_alike(name, dtype):
     tx = EXPRESSIONS[name]()
     step = fuse(tx)
@@ -167,7 +170,8 @@ def test_strided_tensors_bad_gradients_and_threads_change_no_bit(threads):
         adamw(1e-3),
         chain(clip(1.0), gefen(1e-3)),
         chain(gefen(1e-3), gefen(1e-3)),
-        gefen(1e-3, rounding="stochastic"),
+        chain(gefen(1e-3), stochastic_rounding(), stochastic_rounding()),
+        chain(stochastic_rounding(), gefen(1e-3)),
         MultiSteps(adamw(1e-3), 2),
         masked(gefen(1e-3), True),
         chain(scale_by_gefen(), add_decayed_weights(0.1), add_decayed_weights(0.1)),

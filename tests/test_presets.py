@@ -24,7 +24,8 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> Non
     for i in steps:
         generator = torch.Generator().manual_seed(i)
         net.zero_grad()
-        net(torch.randn(8, 96, generator=generator)).square().mean().backward()
+        inputs = torch.randn(8, 96, generator=generator).to(net[0].weight.dtype)
+        net(inputs).square().mean().backward()
         optimizer.step()
 
 
@@ -232,10 +233,12 @@ def test_a_non_finite_gradient_raises_by_name_if_asked() -> None:
     assert same(before, bits(net))
 
 
-def test_stochastic_codes_step_and_resume_to_the_bit() -> None:
-    net = model()
+def test_stochastic_rounding_is_that_of_bf16_parameters_and_resumes_to_the_bit() -> None:
+    net, nearest = model().bfloat16(), model().bfloat16()
     optimizer = Gefen(net.named_parameters(), stochastic_rounding=True)
     train(net, optimizer, range(2))
+    train(nearest, Gefen(nearest.named_parameters()), range(2))
+    assert not same(bits(net), bits(nearest))
     twin, other = pickle.loads(pickle.dumps((net, optimizer)))
     train(net, optimizer, range(2, 4))
     train(twin, other, range(2, 4))

@@ -27,6 +27,7 @@ from gefen_fn import (
     scale,
     scale_by_gefen,
     scale_by_learning_rate,
+    stochastic_rounding,
 )
 from gefen_fn.blocks import leaf_layout
 from gefen_fn.quantize import quantized_zeros
@@ -170,6 +171,7 @@ EXPRESSIONS = {
     "clipped": lambda policy: chain(clip_by_global_norm(0.5), gefen(1e-2, **policy)),
     "clipped ascent": lambda policy: chain(scale(-1.0), clip_by_global_norm(0.5), gefen(1e-2, **policy)),
     "learned book": lambda policy: gefen(1e-2, **policy | {"codebook": "learned"}),
+    "random codes": lambda policy: gefen(1e-2, rounding="stochastic", drive="m_hat", **policy),
     "numbers per leaf": lambda policy: chain(
         scale_by_gefen(b1={"0": 0.9, "1": 0.8, "2": 0.7}, **policy),
         add_decayed_weights(0.1),
@@ -182,6 +184,18 @@ EXPRESSIONS = {
 @pytest.mark.parametrize("policy", [TILES, TILES | {"second_moment": Factored()}], ids=["tiles", "one tile"])
 def test_expressions_have_the_pure_path_bits(make, policy):
     assert_fused_is_plain(make(policy), SHAPES, (BF16, FP32), steps=3)
+
+
+@pytest.mark.parametrize("policy", [Factored((32, 64)), Factored(), Block(), Dense()], ids=repr)
+@pytest.mark.parametrize("codes", ["nearest", "stochastic"])
+def test_what_is_rounded_at_random_has_the_pure_path_bits(policy, codes):
+    rule = gefen(1e-2, weight_decay=0.1, second_moment=policy, block=64, codebook="fixed", rounding=codes)
+    shapes = [(40, 128), (33, 131), (30,)]
+    assert_fused_is_plain(chain(rule, stochastic_rounding()), shapes, (BF16, BF16))
+
+
+def test_a_parameter_that_needs_no_rounding_only_counts():
+    assert_fused_is_plain(chain(gefen(1e-2, **TILES), stochastic_rounding()), [(40, 128), (5, 7)], (BF16, FP32))
 
 
 def test_blocks_may_run_over_a_flattened_leaf():

@@ -66,14 +66,14 @@ def _codebook_table(raw: bytes, ties: reference.Ties) -> Codebook:
 
 
 def supports(leaf: Leaf) -> bool:
-    """Whether the loops can take this leaf: plain CPU tensors of known dtypes, the state contiguous."""
+    """Whether the loops can take this leaf: plain CPU tensors of known dtypes, the state contiguous, nothing drawn."""
     scales = leaf.nu if leaf.absmax is None else (leaf.absmax, *leaf.nu)
     tensors = (leaf.grad, leaf.param, leaf.mu, *scales)
     known = leaf.grad.dtype in KINDS and leaf.param.dtype in KINDS
     plain = all(type(t) in (Tensor, torch.nn.Parameter) and t.device.type == "cpu" for t in tensors)
     typed = leaf.mu.dtype in (torch.uint8, torch.float32) and all(t.dtype == torch.float32 for t in scales)
     laid = all(t.is_contiguous() for t in (leaf.mu, *scales)) and not leaf.param.is_neg()
-    return known and plain and typed and laid
+    return known and plain and typed and laid and not (leaf.random_codes or leaf.random_param)
 
 
 def warm_up() -> None:
