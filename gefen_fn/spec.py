@@ -118,7 +118,7 @@ class Matrices:
         return (*self.batch, *self.rows, *self.cols)
 
     def _length(self, axes: tuple[int, ...]) -> int:
-        return math.prod(self.shape[n] for n in axes)
+        return math.prod([self.shape[n] for n in axes])
 
 
 def default_axes(shape: Sequence[int]) -> MatrixAxes:
@@ -140,7 +140,7 @@ def matrices_of(shape: Sequence[int], axes: MatrixAxes) -> Matrices:
             f"The axes of a matrix must differ and be there: got {axes} for shape {tuple(shape)}. "
             "Number each axis once, from 0 on."
         )
-    height = math.prod(shape[n] for n in rows)
+    height = math.prod([shape[n] for n in rows])
     split = (height,) if axes.split is None else axes.split
     if sum(split) != height:
         raise ValueError(
