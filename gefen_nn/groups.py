@@ -214,7 +214,7 @@ def check_live(group: Mapping[str, Any], keys: Keys, device: torch.device) -> No
                 came = f"one on {x.device}" if isinstance(x, Tensor) else repr(x)
                 raise RuntimeError(
                     f"`{key}` must be a tensor on {device} while a step is captured: got {came}. "
-                    f"Write `group[{key!r}].fill_(x)` instead of putting another object there."
+                    "Fill the tensors that the group starts with, instead of putting other objects there."
                 )
 
 

@@ -18,7 +18,7 @@ from gefen_nn.optimizer import TransformOptimizer
 _REFUSED = {
     "amsgrad": "The running maximum of the second moment is not kept; leave it out",
     "differentiable": "Use the pure transform, `gefen_fn.gefen`, and differentiate through its updates",
-    "capturable": "Steps are not captured in graphs; leave it out",
+    "error_if_nonfinite": "It reads gradients on the host, which a step with capturable=True does not",
 }
 
 
@@ -27,11 +27,17 @@ class Preset(TransformOptimizer):
 
     _arguments: Mapping[str, Any] = {}
 
-    def _build(self, params: Iterable[Any], rule: Callable[..., GradientTransformation], fused: bool | None) -> None:
+    def _build(
+        self,
+        params: Iterable[Any],
+        rule: Callable[..., GradientTransformation],
+        fused: bool | None,
+        capturable: bool = False,
+    ) -> None:
         """Check the numbers that groups start from, and run `rule` of them; the arguments are kept before."""
         groups.check_values(lambda values: rule(**values), self._start, self.keys, read=True)
         values = {name: float(x) for name, x in groups.read_values(self._start, self.keys).items()}
-        super().__init__(params, inject_hyperparams(rule)(**values), fused=fused)
+        super().__init__(params, inject_hyperparams(rule)(**values), fused=fused, capturable=capturable)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild from the arguments, then put the state back."""
@@ -54,7 +60,8 @@ class Gefen(Preset):
         amsgrad: refused if True.
         foreach: accepted; every leaf is updated by the same code.
         maximize: ascend instead.
-        capturable: refused if True.
+        capturable: keep counters and group values as tensors beside the parameters, and read nothing on the host, so
+            that `step` may be captured in a CUDA graph after one that is not; see `TransformOptimizer`.
         differentiable: refused if True.
         fused: False keeps to the pure path; otherwise a back end steps in place where there is one.
         second_moment: `Factored`, `Block` or `Dense`.
@@ -98,11 +105,12 @@ class Gefen(Preset):
         deterministic: bool = False,
         error_if_nonfinite: bool = False,
     ) -> None:
-        _refuse(amsgrad=amsgrad, differentiable=differentiable, capturable=capturable)
+        _refuse(amsgrad=amsgrad, differentiable=differentiable, error_if_nonfinite=error_if_nonfinite and capturable)
         self.error_if_nonfinite = error_if_nonfinite
         self.block = block if isinstance(block, int) else 0
         self._arguments = {
             "maximize": maximize,
+            "capturable": capturable,
             "second_moment": second_moment,
             "b2_warmup": b2_warmup,
             "block": block,
@@ -113,7 +121,7 @@ class Gefen(Preset):
         }
         self._start = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         fixed = {"second_moment": second_moment, "b2_warmup": b2_warmup, "block": block, "codebook": codebook}
-        self._build(params, _rule(maximize, stochastic_rounding, fixed), fused)
+        self._build(params, _rule(maximize, stochastic_rounding, fixed), fused, capturable)
 
 
 def _rebuild(

@@ -167,7 +167,6 @@ def test_deep_copies_go_on_to_the_bit() -> None:
 REFUSED = [
     ("amsgrad", True),
     ("differentiable", True),
-    ("capturable", True),
     ("lr", -1.0),
     ("eps", -1e-8),
     ("weight_decay", float("nan")),
