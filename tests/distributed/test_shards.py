@@ -14,7 +14,7 @@ SHAPES = {
     "few": (33, 1024),
 }
 ROWS = [("default", (2,)), ("tile16", (3,)), ("whole columns", (4,)), ("one tile", (3,))]
-ROWS += [("block", (2,)), ("dense", (3,)), ("clip", (4,)), ("adamw", (3,))]
+ROWS += [("block", (2,)), ("dense", (3,)), ("clip", (4,)), ("adamw", (3,)), ("random", (3,))]
 MATRICES = {"square": (512, 512), "tall": (300, 512), "short": (40, 1024), "bias": (512,)}
 MESHES = [("replicated", (2,)), ("columns", (2,)), ("hsdp", (2, 2)), ("rows and columns", (2, 2)), ("strided", (2, 2))]
 
@@ -31,7 +31,7 @@ def test_rows_on_several_processes_have_the_bits_of_one(pools, tx, sides):
     assert not different(expected, got)
 
 
-@pytest.mark.parametrize("tx", ["clip", "tile16", "block"])
+@pytest.mark.parametrize("tx", ["clip", "tile16", "block", "random"])
 @pytest.mark.parametrize(("how", "sides"), MESHES, ids=[how for how, _ in MESHES])
 def test_every_mesh_has_the_bits_of_one_process(pools, how, sides, tx):
     expected = train(0, tx, MATRICES, 3, None, how)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from gefen_fn import adamw, apply_updates, chain, clip_by_global_norm, flatten_state
+from gefen_fn import adamw, apply_updates, chain, clip_by_global_norm, flatten_state, stochastic_rounding
 from gefen_fn import gefen as gefen_alias
 from gefen_fn.second_moment import Block, Dense, Factored
 
@@ -22,6 +22,7 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
     "block": lambda: gefen_alias(1e-2, second_moment=Block(), b2_warmup=None, drive="m_hat"),
     "dense": lambda: gefen_alias(1e-2, second_moment=Dense()),
     "adamw": lambda: adamw(1e-2),
+    "random": lambda: chain(gefen_alias(1e-2, rounding="stochastic"), stochastic_rounding()),
     "clip": lambda: chain(clip_by_global_norm(0.5), gefen_alias(1e-2, weight_decay=0.1)),
 }
 PLACEMENTS = {
@@ -68,7 +69,8 @@ def train(
 ) -> dict[str, Tensor]:
     """Parameters and state after some steps, whole."""
     tx = TRANSFORMS[tx_name]()
-    params = {k: spread(noise(k, shape, 0), sides, how) for k, shape in shapes.items()}
+    dtype = torch.bfloat16 if tx_name == "random" else torch.float32
+    params = {k: spread(noise(k, shape, 0).to(dtype), sides, how) for k, shape in shapes.items()}
     state = tx.init(params)
     for step in range(1, steps + 1):
         grads = {k: spread(noise(k, shape, step), sides, how) for k, shape in shapes.items()}
