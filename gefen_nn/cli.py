@@ -9,7 +9,7 @@ from pathlib import Path
 
 import gefen_fn
 
-_CHOICES = ("adamw", "gefen")
+_CHOICES = ("adamw", "gefen", "gefen_muon")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,7 +37,7 @@ def run_demo(names: Sequence[str], settings: Settings, out: Path, *, as_json: bo
     """Trains, resumes, compares; writes `demo.json`, `demo.png` and the half-way checkpoint into `out`.
 
     Args:
-        names: Optimizers, keys of `OPTIMIZERS`; Gefen is the one resumed if it is among them, else the last.
+        names: Optimizers, keys of `OPTIMIZERS`; the last one is resumed.
         settings: Steps, seed and sizes; `steps >= 2`.
         out: Folder for the results, made if missing.
         as_json: Print the report as JSON instead of a table.
@@ -52,7 +52,7 @@ def run_demo(names: Sequence[str], settings: Settings, out: Path, *, as_json: bo
     compiling = warm_up()
     text = standard_library_text()
     runs = {name: Run(name, settings) for name in names}
-    resumed = runs.get("gefen", runs[names[-1]])
+    resumed = runs[names[-1]]
     checkpoint = out / _CHECKPOINT
     announce(f"Training on {_DATA}, {text.train.numel() / 1e6:.1f} MB of text, {settings.steps} steps each.")
     with torch_threads(settings.threads):

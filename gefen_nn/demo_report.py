@@ -11,7 +11,10 @@ try:
 except ImportError as error:
     raise ImportError(f"`gefen demo` prints with rich: {error}. Run `pip install 'gefen-fn[demo]'`.") from error
 
-_NOTE = "Gefen: 1-byte codes with fp32 scales; vectors and small leaves stay fp32."
+_NOTES = {
+    "gefen": "Gefen: 1-byte codes with fp32 scales; vectors and small leaves stay fp32.",
+    "gefen_muon": "GefenMuon: Muon with such codes for the blocks' matrices, Gefen for all else.",
+}
 
 
 def announce(line: str) -> None:
@@ -30,7 +33,7 @@ def progress_bars() -> Progress:
         A progress display whose tasks carry the fields `loss` (nats per byte) and `speed` (tokens per second).
     """
     return Progress(
-        TextColumn("{task.description:<14}"),
+        TextColumn("{task.description:<17}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]:.3f}  {task.fields[speed]:,.0f} tokens/s"),
@@ -58,8 +61,8 @@ def _table(report: dict[str, Any]) -> Table:
     title = f"{report['parameters']:,} parameters, {report['settings']['steps']} steps"
     train, held_out = (f"{data[key] / 1e6:.1f} MB" for key in ("train_bytes", "validation_bytes"))
     text = f"Text: {data['name']}, {train} to train on, {held_out} held out."
-    caption = f"{text}\n{_NOTE}" if "gefen" in report["optimizers"] else text
-    table = Table(title=title, caption=caption, caption_justify="left")
+    notes = [_NOTES[name] for name in report["optimizers"] if name in _NOTES]
+    table = Table(title=title, caption="\n".join([text, *notes]), caption_justify="left")
     table.add_column("optimizer")
     for heading in ("validation loss", "state bytes/param", "step ms", "optimizer ms", "first step ms"):
         table.add_column(heading, justify="right")

@@ -17,10 +17,16 @@ from gefen_fn.state_io import state_bytes
 from gefen_nn import checkpoint
 from gefen_nn.demo_data import Text, batch_at
 from gefen_nn.demo_model import Decoder, next_byte_loss
+from gefen_nn.muon import GefenMuon
 from gefen_nn.presets import Gefen
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "gefen": Gefen}
-LABELS = {"adamw": "AdamW", "gefen": "Gefen"}
+# Each takes the model.
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda model, **options: torch.optim.AdamW(model.parameters(), **options),
+    "gefen": lambda model, **options: Gefen(model.parameters(), **options),
+    "gefen_muon": GefenMuon,
+}
+LABELS = {"adamw": "AdamW", "gefen": "Gefen", "gefen_muon": "GefenMuon"}
 _VALIDATION_BATCHES = 16
 
 
@@ -55,7 +61,7 @@ class Run:
             torch.manual_seed(settings.seed)
             self.model = Decoder(context=settings.context)
         options = {"lr": settings.lr, "betas": (0.9, 0.99), "weight_decay": settings.weight_decay}
-        self.optimizer = OPTIMIZERS[name](self.model.parameters(), **options)
+        self.optimizer = OPTIMIZERS[name](self.model, **options)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda at: _lr_factor(at, settings.steps))
 
     def train_step(self, text: Text) -> float:

@@ -16,7 +16,16 @@ from gefen_nn.demo_data import batch_at, standard_library_text
 from gefen_nn.demo_model import Decoder, next_byte_loss
 from gefen_nn.demo_picture import picture, smoothed
 from gefen_nn.demo_report import show
-from gefen_nn.demo_train import OPTIMIZERS, Run, Settings, load_run, same_bits, torch_threads, validation_steps
+from gefen_nn.demo_train import (
+    LABELS,
+    OPTIMIZERS,
+    Run,
+    Settings,
+    load_run,
+    same_bits,
+    torch_threads,
+    validation_steps,
+)
 
 TINY = Settings(steps=4, batch=2, context=16, threads=1)
 
@@ -32,12 +41,12 @@ def text():
     return standard_library_text()
 
 
-def test_the_demo_trains_both_resumes_to_the_bit_and_leaves_its_report(tmp_path, capsys):
+def test_the_demo_trains_all_resumes_to_the_bit_and_leaves_its_report(tmp_path, capsys):
     assert cli.main(["demo", "--steps", "3", "--seed", "3", "--out", str(tmp_path), "--json"]) == 0
     report, printed = json.loads((tmp_path / "demo.json").read_text()), capsys.readouterr()
     assert json.loads(printed.out) == report
     assert "Python's standard library" in printed.err
-    assert list(report["optimizers"]) == ["adamw", "gefen"]
+    assert list(report["optimizers"]) == ["adamw", "gefen", "gefen_muon"]
     for row in report["optimizers"].values():
         assert len(row["losses"]) == 3
         assert row["losses"][-1] < row["losses"][0]
@@ -46,14 +55,15 @@ def test_the_demo_trains_both_resumes_to_the_bit_and_leaves_its_report(tmp_path,
         assert 0 < row["optimizer_ms"] <= row["step_ms"]
     assert 7.9 < report["optimizers"]["adamw"]["state_bytes_per_param"] < 8.1
     assert report["optimizers"]["gefen"]["state_bytes_per_param"] < 1.2
+    assert report["optimizers"]["gefen_muon"]["state_bytes_per_param"] < 1.2
     resume = report["resume"]
-    assert (resume["label"], resume["step"], resume["equal"]) == ("Gefen", 1, True)
-    assert resume["losses"] == report["optimizers"]["gefen"]["losses"][1:]
+    assert (resume["label"], resume["step"], resume["equal"]) == ("GefenMuon", 1, True)
+    assert resume["losses"] == report["optimizers"]["gefen_muon"]["losses"][1:]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png", "half-way.pt"]
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def made_up(steps=300, names=("adamw", "gefen"), final=(2.5275, 2.5151), equal=True):
+def made_up(steps=300, names=tuple(LABELS), final=(2.5275, 2.5151, 2.2087), equal=True):
     """A report as `demo.json` holds it, with losses that fall like the real ones."""
     rows = {}
     for name, loss in zip(names, final, strict=False):
@@ -61,21 +71,35 @@ def made_up(steps=300, names=("adamw", "gefen"), final=(2.5275, 2.5151), equal=T
         fall = [(step, loss + 3 * 0.5 ** (9 * step / steps)) for step in sorted(validation_steps(steps))]
         validation = [*fall[:-1], (steps, loss)]
         times = {"step_ms": 134.6, "optimizer_ms": 4.5, "first_step_ms": 204.0, "state_bytes_per_param": 8.0}
-        rows[name] = {"label": name, "validation_loss": loss, "losses": losses, "validation": validation, **times}
+        rows[name] = {
+            "label": LABELS[name],
+            "validation_loss": loss,
+            "losses": losses,
+            "validation": validation,
+            **times,
+        }
     return {
         "parameters": 935_040,
         "settings": {"steps": steps},
         "data": {"name": "Python's standard library", "train_bytes": 4_285_015, "validation_bytes": 413_539},
         "compile_s": 0.8,
         "optimizers": rows,
-        "resume": {"label": names[-1], "step": steps // 2, "equal": equal},
+        "resume": {"label": LABELS[names[-1]], "step": steps // 2, "equal": equal},
     }
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"steps": 2}, {"steps": 3000}, {"final": (2.5, 2.5)}, {"final": (0.1, 3.9)}, {"names": ("gefen",)}],
-    ids=["as-usual", "two-steps", "many-steps", "equal-ends", "far-ends", "one-optimizer"],
+    [
+        {},
+        {"steps": 2},
+        {"steps": 3000},
+        {"final": (2.5, 2.5, 2.5)},
+        {"final": (0.1, 3.9, 2.0)},
+        {"names": ("gefen", "gefen_muon")},
+        {"names": ("gefen",)},
+    ],
+    ids=["as-usual", "two-steps", "many-steps", "equal-ends", "far-ends", "two-optimizers", "one-optimizer"],
 )
 def test_no_word_of_the_picture_stands_on_another_or_outside(changes):
     figure = picture(made_up(**changes))
@@ -89,7 +113,16 @@ def test_no_word_of_the_picture_stands_on_another_or_outside(changes):
 @pytest.mark.parametrize("equal, outcome", [(True, "same bits"), (False, "OTHER BITS")])
 def test_the_picture_says_what_was_trained_on_what_and_how_it_ended(equal, outcome):
     words = " ".join(label.get_text() for label in picture(made_up(equal=equal)).findobj(Label))
-    for word in ("0.94M", "300 steps", "Python's standard library (4.3 MB)", "2.527", "2.515", "8.00", outcome):
+    for word in (
+        "0.94M",
+        "300 steps",
+        "Python's standard library (4.3 MB)",
+        "2.527",
+        "2.515",
+        "2.209",
+        "8.00",
+        outcome,
+    ):
         assert word in words
 
 
@@ -97,7 +130,7 @@ def test_the_table_names_its_text_and_explains_the_state(capsys):
     show(made_up())
     printed = capsys.readouterr().out
     assert "Text: Python's standard library, 4.3 MB to train on, 0.4 MB held out." in printed
-    assert "vectors and small leaves stay fp32" in printed
+    assert "vectors and small leaves stay fp32" in printed and "GefenMuon: Muon with such codes" in printed
 
 
 def test_smoothing_keeps_a_straight_line_at_its_start_and_averages_the_rest():
@@ -126,7 +159,7 @@ def test_validation_on_the_way_changes_no_bit(name, text):
     [
         ([], "COMMAND"),
         (["train"], "invalid choice"),
-        (["demo", "--optimizer", "sgd"], "adamw, gefen: got 'sgd'"),
+        (["demo", "--optimizer", "sgd"], "adamw, gefen, gefen_muon: got 'sgd'"),
         (["demo", "--optimizer", "adamw,"], "got ''"),
         (["demo", "--steps", "1"], "integer from 2 to 1000000: got '1'"),
         (["demo", "--steps", "many"], "integer from 2 to 1000000: got 'many'"),
@@ -221,6 +254,13 @@ def test_the_text_is_a_few_megabytes_and_its_two_parts_share_no_file(tmp_path):
 def test_a_python_without_sources_is_refused_with_a_reason(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"at least 10 \.py files: got 0"):
         standard_library_text(Path(tmp_path))
+
+
+def test_the_demos_muon_trains_the_matrices_of_the_blocks_and_nothing_else_m6():
+    routing = Run("gefen_muon", TINY).optimizer.routing()
+    muon = {path for path, rule in routing.labels.items() if rule == "muon"}
+    assert muon == {leaf.path for leaf in routing.leaves if leaf.path.startswith("blocks.") and len(leaf.shape) == 2}
+    assert len(muon) == 16
 
 
 def test_the_decoder_is_causal_has_about_a_million_parameters_and_starts_at_chance():
