@@ -27,9 +27,29 @@ _POLAR_EXPRESS = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 )
+# Minimax (notebooks/newton_schulz.ipynb derives them): of all sets of as many steps, the least largest distance from 1
+# over singular values from s_min to 1, when the input of every step may be off by 1 %.
+_MINIMAX3 = (  # s_min 0.02: 0.897..1.104
+    (7.641780, -21.491012, 15.481631),
+    (3.209269, -2.366460, 0.482320),
+    (2.234652, -1.594580, 0.402861),
+)
+_MINIMAX4 = (  # s_min 0.005: 0.903..1.097
+    (8.218601, -23.719981, 17.218525),
+    (3.887076, -2.844956, 0.533867),
+    (3.183422, -2.347560, 0.480304),
+    (2.215241, -1.577287, 0.401203),
+)
+_MINIMAX5 = (  # s_min 0.002: 0.971..1.029
+    (8.344204, -24.206054, 17.597537),
+    (4.075693, -2.973427, 0.547813),
+    (3.702420, -2.717441, 0.520058),
+    (2.814080, -2.070311, 0.450996),
+    (2.013372, -1.389026, 0.383987),
+)
 
 
-def shrunk(triple: Triple, factor: float) -> Triple:
+def _shrunk(triple: Triple, factor: float) -> Triple:
     """The polynomial of `s / factor`: `(a / factor, b / factor^3, c / factor^5)`."""
     a, b, c = triple
     return (a / factor, b / factor**3, c / factor**5)
@@ -37,12 +57,20 @@ def shrunk(triple: Triple, factor: float) -> Triple:
 
 def _polar_express() -> tuple[Triple, ...]:
     """Each step of an input 1.01 times smaller, for safety; the first also takes the published `1.01 x norm`."""
-    first, *rest = (shrunk(triple, 1.01) for triple in _POLAR_EXPRESS)
-    return (shrunk(first, 1.01), *rest)
+    first, *rest = (_shrunk(triple, 1.01) for triple in _POLAR_EXPRESS)
+    return (_shrunk(first, 1.01), *rest)
 
 
 NS_COEFFS: Mapping[str, tuple[Triple, ...]] = MappingProxyType(
-    {"standard": _STANDARD, "tuned3": _TUNED3, "tuned4": _TUNED4, "polar_express": _polar_express()}
+    {
+        "standard": _STANDARD,
+        "tuned3": _TUNED3,
+        "tuned4": _TUNED4,
+        "polar_express": _polar_express(),
+        "minimax3": _MINIMAX3,
+        "minimax4": _MINIMAX4,
+        "minimax5": _MINIMAX5,
+    }
 )
 
 

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from gefen_kernels.ops import back_end
 
+# Side of an output tile of the kernels for symmetric products.
+TILES = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64}
+
 
 def product(a: Tensor, b: Tensor, added: Tensor | None = None, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
     """`alpha a b^T + beta added`, added up in fp32 and rounded once; the same bits under `vmap` and `compile`.
@@ -36,10 +39,10 @@ def symmetric_product(
 
 
 def tile_side(device: torch.device, dtype: torch.dtype) -> int | None:
-    """Side of the output tiles of the kernel for symmetric products; None where there is no such kernel."""
+    """Side of the output tiles of a device's kernel for symmetric products; None where there is none."""
     if not _has_kernel(device.type):
         return None
-    return 64 if dtype == torch.float32 else 128
+    return TILES[dtype]
 
 
 def symmetric_flops(rows: int, depth: int, tile: int | None) -> int:
