@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gefen_fn import agree
 from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Updates, check_transform, made
 from gefen_fn.scalar import capturing, check_int, check_state, new_count, squares_are_finite, under_vmap
+from gefen_fn.shards import local
 from gefen_fn.tree import Tree, check_floating, check_leaves, map_update, tree_leaves, tree_map
 
 ShouldSkip = Callable[[Updates, Tensor, Params | None], tuple[Any, Tree]]
@@ -202,10 +204,12 @@ def _flag(value: bool) -> Tensor:
 
 
 def _all_finite(updates: Updates) -> bool:
-    """One read of the device for the whole tree."""
+    """Whether no member has a part that is not; one read of the device for the whole tree."""
     check_leaves(updates)
-    flags = [squares_are_finite(u) for u in tree_leaves(updates) if u is not None]
-    return not flags or bool(torch.stack([flag.to(flags[0].device) for flag in flags]).all())
+    leaves = tree_leaves(updates)
+    flags = [squares_are_finite(local(u)) for u in leaves if u is not None]
+    finite = torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else _flag(True)
+    return not agree.any_member(~finite, agree.group_of(leaves))
 
 
 def _check_k(k: Any) -> None:

@@ -23,8 +23,8 @@ def group_of(leaves: Sequence[Tensor | None]) -> Any:
     Raises:
         StructureError: if no mesh contains the others and together they are not the default group.
     """
-    meshes = list(dict.fromkeys(x.device_mesh for x in leaves if is_sharded(x)))  # type: ignore[union-attr]  # DTensors
-    return _group_of(tuple(meshes)) if meshes else None
+    sharded = [x for x in leaves if is_sharded(x)]
+    return _group_of(tuple(dict.fromkeys(x.device_mesh for x in sharded))) if sharded else None  # type: ignore[union-attr]  # DTensors
 
 
 @functools.lru_cache(maxsize=256)
@@ -47,8 +47,7 @@ def counted(leaves: Sequence[Tensor | None], group: Any) -> list[bool]:
 
     Asks the other members once for each way in which leaves are cut.
     """
-    parts = tuple(_mark(x) for x in leaves)
-    return [True] * len(parts) if group is None else list(_counted(parts, group))
+    return [True] * len(leaves) if group is None else list(_counted(tuple(map(_mark, leaves)), group))
 
 
 def _mark(x: Tensor | None) -> int:

@@ -11,14 +11,26 @@ from torch import Tensor
 from gefen_fn import agree
 from gefen_fn.base import GradientTransformation, Params, ScalarOrSchedule, Updates
 from gefen_fn.blocks import start_axis
-from gefen_fn.scalar import Scalar, check_positive, exact, multiply, rounded, wide_dtype
+from gefen_fn.scalar import Scalar, check_positive, exact, multiply, per_leaf, rounded, wide_dtype
 from gefen_fn.scale import by_leaf, by_scalar, map_scalar, need_params
-from gefen_fn.shards import local
-from gefen_fn.tree import Tree, check_floating, check_leaves, tree_leaves
+from gefen_fn.shards import local, piece_of
+from gefen_fn.tree import (
+    StructureError,
+    Tree,
+    check_floating,
+    check_leaves,
+    tree_leaves,
+    tree_map,
+    tree_structure,
+    tree_unflatten,
+)
 from gefen_kernels import reference
 
+SumOfSquares = Callable[[Tensor, int], Tensor]
+"""`(leaf, first column axis) -> 0-dim float64`."""
 
-def global_norm(updates: Updates, sum_of_squares: Callable[[Tensor, int], Tensor] | None = None) -> Tensor:
+
+def global_norm(updates: Updates, sum_of_squares: SumOfSquares | None = None) -> Tensor:
     """L2 norm over all leaves, as one fp32 scalar; `None` leaves count nothing, replicas and shards each entry once.
 
     Squares are added block by block in fp32 by a fixed tree, then in float64, and the root is rounded once.
@@ -27,20 +39,38 @@ def global_norm(updates: Updates, sum_of_squares: Callable[[Tensor, int], Tensor
         updates: any tree.
         sum_of_squares: `(leaf, first column axis) -> 0-dim float64`, a back end's; the reference's if None.
     """
-    add = sum_of_squares or (lambda x, start: reference.sum_of_squares(x, start=start))
-    check_leaves(updates)
-    leaves = tree_leaves(updates)
-    group = agree.group_of(leaves)
+    group, own = _own_squares(updates, sum_of_squares or _sum_of_squares)
     squares = torch.zeros((), dtype=torch.float64, device="cpu")
-    for u, counts in zip(leaves, agree.counted(leaves, group), strict=True):
-        if u is not None and counts:
-            square = add(local(u), min(start_axis(u.shape), u.ndim))
+    for square in own:
+        if square is not None:
             squares = square + squares.to(square.device)
     return agree.total(squares, group).sqrt().float()
 
 
-def _sum_of_squares(x: Tensor) -> Tensor:
-    return reference.sum_of_squares(x, start=min(start_axis(x.shape), x.ndim))
+def leaf_squares(updates: Updates) -> Tree:
+    """The sum of squares of each leaf, shards and all, as 0-dim float64 tensors."""
+    group, own = _own_squares(updates, _sum_of_squares)
+    if group is not None:
+        zero = torch.zeros((), dtype=torch.float64)
+        sums = agree.total(torch.stack([zero if square is None else square.cpu() for square in own]), group)
+        own = [None if square is None else x.to(square.device) for x, square in zip(sums, own, strict=True)]
+    return tree_unflatten(tree_structure(updates), own)
+
+
+def _own_squares(updates: Updates, add: SumOfSquares) -> tuple[Any, list[Tensor | None]]:
+    """The group of the leaves, and for each leaf the sum of squares of what this member counts of it."""
+    check_leaves(updates)
+    leaves = tree_leaves(updates)
+    group = agree.group_of(leaves)
+    own = [
+        u if u is None or counts else u.flatten()[:0]
+        for u, counts in zip(map(local, leaves), agree.counted(leaves, group), strict=True)
+    ]
+    return group, [None if u is None else add(u, min(start_axis(u.shape), u.ndim)) for u in own]
+
+
+def _sum_of_squares(x: Tensor, start: int) -> Tensor:
+    return reference.sum_of_squares(x, start=start)
 
 
 def clip(max_delta: ScalarOrSchedule | Tree) -> GradientTransformation:
@@ -91,13 +121,20 @@ def clip_by_block_rms(threshold: ScalarOrSchedule | Tree) -> GradientTransformat
         ValueError: if a number is not positive.
     """
     check_positive("threshold", threshold)
-    return by_scalar("clip_by_block_rms", threshold, by_leaf(_rms_leaf))
+
+    def rule(updates: Updates, value: Any, params: Params | None) -> Updates:
+        squares = leaf_squares(updates)
+        own = tree_map(
+            lambda u, square, limit: (square / max(u.numel(), 1), limit), updates, squares, per_leaf(value, updates)
+        )
+        return map_scalar(_rms_leaf, updates, own)
+
+    return by_scalar("clip_by_block_rms", threshold, rule)
 
 
-def _rms_leaf(u: Tensor, s: Scalar) -> Tensor:
-    x = u.to(wide_dtype(u.dtype))
-    rms = (_sum_of_squares(x) / max(x.numel(), 1)).sqrt()
-    ratio = rms.to(x.dtype) / rounded(s, x.dtype)
+def _rms_leaf(u: Tensor, own: tuple[Tensor, Scalar]) -> Tensor:
+    x, (mean, limit) = u.to(wide_dtype(u.dtype)), own
+    ratio = mean.sqrt().to(x.dtype) / rounded(limit, x.dtype)
     return (x / torch.clamp(ratio, min=1.0)).to(u.dtype)
 
 
@@ -117,22 +154,43 @@ def adaptive_grad_clip(clipping: ScalarOrSchedule | Tree, eps: float = 1e-3) -> 
     check_positive("clipping", clipping)
     check_positive("eps", eps)
 
-    def leaf(u: Tensor, s: Scalar, p: Tensor) -> Tensor:
-        check_floating(p, u)
-        limit = torch.clamp(_unit_norm(p), min=eps) * rounded(s)
-        norm = _unit_norm(u)
+    def leaf(u: Tensor, own: tuple[Scalar, Tensor, Tensor]) -> Tensor:
+        clipping, norm, weight = own
+        limit = torch.clamp(weight, min=eps) * rounded(clipping)
         factor = torch.where(norm > limit, limit / torch.clamp(norm, min=1e-6), torch.ones_like(norm))
         return (u.float() * factor).to(u.dtype)
 
     def rule(updates: Updates, value: Any, params: Params | None) -> Updates:
-        return map_scalar(leaf, updates, value, need_params(params, "adaptive_grad_clip"))
+        params = need_params(params, "adaptive_grad_clip")
+        norms = (unit_norms(updates), unit_norms(tree_map(_fitting, updates, params)))
+        own = tree_map(lambda u, *each: each, updates, per_leaf(value, updates), *norms)
+        return map_scalar(leaf, updates, own)
 
     return by_scalar("adaptive_grad_clip", clipping, rule, eps=eps)
 
 
-def _unit_norm(x: Tensor) -> Tensor:
-    """L2 norm of each unit, fp32, `[R, 1, ...]`, or 0-dim for fewer than two axes."""
-    if x.ndim < 2:
-        return _sum_of_squares(x).sqrt().float()
-    squares = reference.tree_sum(x.float().square().flatten(1), -1)
+def _fitting(u: Tensor, p: Tensor) -> Tensor:
+    check_floating(p, u)
+    return p
+
+
+def unit_norms(tree: Tree) -> Tree:
+    """L2 norm of each unit of each leaf, fp32: `[R, 1, ...]` of the rows held here, 0-dim for fewer than two axes.
+
+    Raises:
+        StructureError: if shards cut a unit of several axes.
+    """
+    whole = tree_map(lambda x: None if x.ndim > 1 else x, tree)
+    return tree_map(_unit_norm, tree, leaf_squares(whole))
+
+
+def _unit_norm(x: Tensor, square: Tensor | None) -> Tensor:
+    if square is not None:
+        return square.sqrt().float()
+    if piece_of(x).axes - {0}:
+        raise StructureError(
+            f"A unit must lie in one shard: got shape {tuple(x.shape)} cut along axes {sorted(piece_of(x).axes)}. "
+            "Shard the leading axis, or clip by the global norm."
+        )
+    squares = reference.tree_sum(local(x).float().square().flatten(1), -1)
     return reference.root(squares).reshape(-1, *(1,) * (x.ndim - 1))

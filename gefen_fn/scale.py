@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gefen_fn import agree
 from gefen_fn.base import (
     EmptyState,
     GradientTransformation,
@@ -38,7 +39,18 @@ from gefen_fn.scalar import (
     rounded,
     wide_dtype,
 )
-from gefen_fn.tree import Tree, check_floating, check_leaves, map_update, tree_map
+from gefen_fn.shards import like_piece, local
+from gefen_fn.tree import (
+    Tree,
+    check_floating,
+    check_leaves,
+    map_update,
+    tree_leaves,
+    tree_map,
+    tree_parts,
+    tree_structure,
+    tree_unflatten,
+)
 
 TreeRule = Callable[[Updates, Any, Params | None], Updates]
 
@@ -90,11 +102,16 @@ def by_scalar(name: str, value: Any, rule: TreeRule, **options: Any) -> Gradient
 
 
 def map_scalar(f: Callable[..., Tensor], updates: Updates, value: Any, *rest: Tree) -> Updates:
-    """Map `f(u, s, *rest)` with `s` the leaf's own scalar out of `value`."""
+    """Map `f(u, s, *rest)` with `s` the leaf's own scalar out of `value`, and `rest` tensors of the leaf's shape.
+
+    Of a sharded leaf `f` is given the plain tensors of its part.
+    """
 
     def leaf(u: Tensor, s: Scalar, *others: Tensor) -> Tensor:
         check_floating(u)
-        return f(u, s, *others)
+        for x in others:
+            check_floating(x, u)
+        return like_piece(f(local(u), s, *map(local, others)), u)
 
     return tree_map(leaf, updates, per_leaf(value, updates), *rest)
 
@@ -175,7 +192,6 @@ def _decay_rule(updates: Updates, weight_decay: Any, params: Params | None) -> U
 
 
 def _decay_leaf(u: Tensor, s: Scalar, p: Tensor) -> Tensor:
-    check_floating(p, u)
     wide = wide_dtype(u.dtype)
     return (u.to(wide) + p.to(wide) * rounded(s, wide)).to(u.dtype)
 
@@ -285,7 +301,17 @@ def zero_nans() -> GradientTransformation:
         updates: Updates, state: ZeroNansState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, ZeroNansState]:
         check_state(state, ZeroNansState)
-        out, new = map_update(leaf, updates, state)
-        return out, ZeroNansState(*new)
+        out, (found,) = map_update(leaf, updates, state)
+        return out, ZeroNansState(_found_anywhere(updates, found))
 
     return made(Recipe("zero_nans"), init, update)
+
+
+def _found_anywhere(updates: Updates, found: Tree) -> Tree:
+    """`found` of this member's parts, or any other's."""
+    leaves, flags = tree_leaves(updates), tree_parts(updates, found)
+    group = agree.group_of(leaves)
+    if group is None:
+        return found
+    anywhere = agree.any_member(torch.stack([torch.as_tensor(bool(flag)) for flag in flags]), group)
+    return tree_unflatten(tree_structure(updates), [x.to(flag.device) for x, flag in zip(anywhere, flags, strict=True)])

@@ -14,7 +14,15 @@ SHAPES = {
     "few": (33, 1024),
 }
 ROWS = [("default", (2,)), ("tile16", (3,)), ("whole columns", (4,)), ("one tile", (3,))]
-ROWS += [("block", (2,)), ("dense", (3,)), ("clip", (4,)), ("adamw", (3,)), ("random", (3,))]
+ROWS += [
+    ("block", (2,)),
+    ("dense", (3,)),
+    ("clip", (4,)),
+    ("adamw", (3,)),
+    ("chores", (3,)),
+    ("accumulated", (3,)),
+    ("random", (3,)),
+]
 MATRICES = {"square": (512, 512), "tall": (300, 512), "short": (40, 1024), "bias": (512,)}
 MESHES = [("replicated", (2,)), ("columns", (2,)), ("hsdp", (2, 2)), ("rows and columns", (2, 2)), ("strided", (2, 2))]
 

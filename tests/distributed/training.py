@@ -10,7 +10,21 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from gefen_fn import adamw, apply_updates, chain, clip_by_global_norm, flatten_state, stochastic_rounding
+from gefen_fn import (
+    MultiSteps,
+    adamw,
+    adaptive_grad_clip,
+    apply_if_finite,
+    apply_updates,
+    chain,
+    clip_by_block_rms,
+    clip_by_global_norm,
+    flatten_state,
+    lion,
+    stochastic_rounding,
+    trace,
+    zero_nans,
+)
 from gefen_fn import gefen as gefen_alias
 from gefen_fn.second_moment import Block, Dense, Factored
 
@@ -22,6 +36,10 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
     "block": lambda: gefen_alias(1e-2, second_moment=Block(), b2_warmup=None, drive="m_hat"),
     "dense": lambda: gefen_alias(1e-2, second_moment=Dense()),
     "adamw": lambda: adamw(1e-2),
+    "chores": lambda: apply_if_finite(
+        chain(zero_nans(), clip_by_block_rms(0.5), adaptive_grad_clip(0.1), trace(0.9), lion(1e-2)), 3
+    ),
+    "accumulated": lambda: MultiSteps(chain(clip_by_global_norm(0.5), gefen_alias(1e-2)), 2),
     "random": lambda: chain(gefen_alias(1e-2, rounding="stochastic"), stochastic_rounding()),
     "clip": lambda: chain(clip_by_global_norm(0.5), gefen_alias(1e-2, weight_decay=0.1)),
 }
