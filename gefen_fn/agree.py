@@ -93,4 +93,4 @@ def total(x: Tensor, group: Any) -> Tensor:
 
 def any_member(x: Tensor, group: Any) -> Tensor:
     """Whether bools hold for any member, entry by entry, on the device of `x`."""
-    return x if group is None else gathered(x.to(torch.uint8), group).any(0).to(x.device)
+    return x if group is None else gathered(x.to(torch.uint8), group).bool().any(0).to(x.device)
