@@ -17,7 +17,7 @@ An optimizer is an expression over any tree of tensors, in optax's grammar; its 
 - directions: `scale_by_gefen`, `scale_by_muon`, `scale_by_adam`, `scale_by_lion`, `trace`, `ema`
 - Muon's parts: `MatrixAxes`, `muon_labels`, `scale_by_matrix_shape`, `adjust_scale`, `orthogonalize`, `NS_COEFFS`
 - scale, decay and clip: `scale`, `scale_by_learning_rate`, `scale_by_schedule`, `add_decayed_weights`, `decay_mask`,
-  `clip`, `clip_by_global_norm`, `clip_by_block_rms`, `adaptive_grad_clip`, `zero_nans`, `global_norm`;
+  `clip`, `clip_by_global_norm`, `clip_by_block_rms`, `clip_by_qk`, `adaptive_grad_clip`, `zero_nans`, `global_norm`;
   `stochastic_rounding` of bf16 parameters
 - schedules: `constant_schedule`, `linear_schedule`, `polynomial_schedule`, `piecewise_constant_schedule`,
   `exponential_decay`, `cosine_decay_schedule`, `warmup_cosine_decay_schedule`, `warmup_stable_decay_schedule`,
@@ -25,7 +25,6 @@ An optimizer is an expression over any tree of tensors, in optax's grammar; its 
 - quantization: `Dense`, `Block` and `Factored` (the second moment), `FlatBlocks`, `find_block`, `find_blocks`,
   `calibrate`, `refresh`, `learn_codebook`, `default_codebook`, `gradient_histogram`, `Quantized`, `quantize`,
   `dequantize`, `requantize`
-- matrices: `orthogonalize`, by the coefficients of `NS_COEFFS`
 - states and reports: `describe`, `state_bytes`, `flatten_state`, `unflatten_state`, `compare_names`, `tree_get`,
   `tree_set`, `fuse`; a state's class is named like its transform, as `ScaleByAdamState`; what does not fit together
   raises `StructureError`
@@ -62,6 +61,7 @@ from gefen_fn.inject import InjectHyperparamsState, inject_hyperparams
 from gefen_fn.masks import decay_mask
 from gefen_fn.muon import ScaleByMuonState, scale_by_matrix_shape, scale_by_muon
 from gefen_fn.muon_alias import gefen_muon, muon
+from gefen_fn.qk_clip import HeadRows, QKHeads, clip_by_qk
 from gefen_fn.quantize import Quantized, dequantize, gradient_histogram, quantize, requantize
 from gefen_fn.rounding import StochasticRoundingState, stochastic_rounding
 from gefen_fn.routing import muon_labels
@@ -117,6 +117,7 @@ __all__ = [
     "FlatBlocks",
     "GradientTransformation",
     "GradientTransformationExtraArgs",
+    "HeadRows",
     "InjectHyperparamsState",
     "LeafReport",
     "MaskedNode",
@@ -128,6 +129,7 @@ __all__ = [
     "OptState",
     "Params",
     "PartitionState",
+    "QKHeads",
     "Quantized",
     "Report",
     "ScalarOrSchedule",
@@ -155,6 +157,7 @@ __all__ = [
     "clip",
     "clip_by_block_rms",
     "clip_by_global_norm",
+    "clip_by_qk",
     "compare_names",
     "constant_schedule",
     "cosine_decay_schedule",

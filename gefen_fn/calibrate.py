@@ -42,7 +42,7 @@ def calibrate(tx: GradientTransformation, grads: Updates, state: OptState, param
         StructureError: if gradients and state do not fit.
     """
     with torch.no_grad():
-        stepped = tx.update(grads, _end_accumulation(state), params)[1]
+        stepped = tx.update(grads, _end_accumulation(state), params, max_logits=None)[1]
     return _map_codebooks(_take_codebook, state, stepped)
 
 

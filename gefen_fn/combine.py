@@ -110,7 +110,9 @@ def named_chain(*txs: tuple[str, GradientTransformation]) -> GradientTransformat
 
 def choices_of(choice: Any, updates: Tree, params: Params | None) -> list[Any]:
     """The mask or label of each leaf of `updates`, in order; a function sees params where there are any."""
-    return leaf_choices(choice(updates if params is None else params) if callable(choice) else choice, updates)
+    # A compiled graph cannot ask a container whether it is callable.
+    asks = not isinstance(choice, (dict, list, tuple)) and callable(choice)
+    return leaf_choices(choice(updates if params is None else params) if asks else choice, updates)
 
 
 def _select(updates: Tree, tree: Tree | None, picked: list[bool]) -> Tree | None:

@@ -29,6 +29,7 @@ SIGNATURES = {
     "clip": "max_delta",
     "clip_by_global_norm": "max_norm",
     "clip_by_block_rms": "threshold",
+    "clip_by_qk": "threshold=100.0, heads=None, *, key_heads=None",
     "adaptive_grad_clip": "clipping, eps=0.001",
     "zero_nans": "",
     "stochastic_rounding": "",
