@@ -159,7 +159,7 @@ def check_codebooks(old: Any, new: Any) -> None:
         codes = [(a, b) for a, b in pairs if a is not None and a.dtype == torch.uint8 and not b.is_meta]
         if y.codebook is x.codebook and any(a is not b for a, b in codes):
             raise StructureError("Codes need the codebook they were made with: got codes alone. Load it with them.")
-        kept = [a for a, b in codes if a is b and bool((a != ZERO_CODE).any())]
+        kept = [a for a, b in codes if a is b and bool((local(a) != ZERO_CODE).any())]
         if kept and not torch.equal(x.codebook, y.codebook.to(x.codebook.device)):
             raise StructureError(
                 f"A codebook needs the codes made with it: got one that replaces the codebook of {len(kept)} leaves "

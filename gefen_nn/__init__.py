@@ -12,13 +12,14 @@
   a `LoadReport`.
 - `route` says which parameters of a model `GefenMuon` gives to Muon and why: a `Routing` of `RoutedLeaf` rows, with a
   `Choice` for each parameter, which may be given back as `rules`.
-- A state that does not fit raises `CheckpointError`, and nothing is changed.
+- A state that does not fit raises `CheckpointError`, and nothing is changed; `GroupFailure` is raised where another
+  process of the group failed.
 - `gefen` is the command line: `gefen demo`.
 """
 
 import gefen_fn
 from gefen_nn.checkpoint import LoadReport
-from gefen_nn.errors import CheckpointError
+from gefen_nn.errors import CheckpointError, GroupFailure
 from gefen_nn.muon import GefenMuon, Muon
 from gefen_nn.optimizer import TransformOptimizer
 from gefen_nn.presets import Gefen
@@ -31,6 +32,7 @@ __all__ = [
     "Choice",
     "Gefen",
     "GefenMuon",
+    "GroupFailure",
     "LoadReport",
     "Muon",
     "RoutedLeaf",

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import OptState
-from gefen_fn.quantize import check_codebooks, is_codebook
+from gefen_fn.quantize import check_codebooks
+from gefen_fn.shards import like_piece, local
 from gefen_fn.tree import StructureError, list_names
 from gefen_nn import state_view
 from gefen_nn.errors import CheckpointError
 from gefen_nn.groups import FIXED_KEYS
+from gefen_nn.leaves import check_leaf
 
 _NOT_VALUES = ("params", "param_names", *FIXED_KEYS)
-_SCALES = ("absmax", "nu", "row", "col")
-_MOMENTS = ("mu", "trace", "ema")
 
 
 class Saved(NamedTuple):
@@ -26,7 +26,7 @@ class Saved(NamedTuple):
 
 
 class LoadReport(NamedTuple):
-    """What a load that is not strict left out, as `<parameter>: <key>`, or `<parameter>` for all of it.
+    """What a load that is not strict left out: `<parameter>: <key>`, `<parameter>` for all of it, or `group <n>: <key>`.
 
     Attributes:
         missing: kept as it was, for want of it in the file.
@@ -35,6 +35,24 @@ class LoadReport(NamedTuple):
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+
+
+class Loaded(NamedTuple):
+    """All that a load puts in place, once it is checked.
+
+    Attributes:
+        seen: what the new state was made for, by parameter.
+        before: the state that it replaces.
+        after: the new state.
+        values: of each group.
+        report: what was left out.
+    """
+
+    seen: dict[str, tuple[Any, ...]]
+    before: OptState
+    after: OptState
+    values: list[dict[str, Any]]
+    report: LoadReport
 
 
 def read(
@@ -156,7 +174,7 @@ def restore(
         if strict and (saved.get(name) or name not in frozen):
             _check_keys(name, leaves, saved.get(name, {}))
         for key in leaves.keys() & saved.get(name, {}).keys():
-            _check_leaf(f"{name}: {key}", leaves[key], saved[name][key])
+            check_leaf(f"{name}: {key}", leaves[key], saved[name][key])
     loaded = state_view.refill(state, names, [_load(slot, saved) for slot in state_view.slots(state, names)])
     try:
         check_codebooks(state, loaded)
@@ -170,26 +188,47 @@ def _load(slot: state_view.Slot, saved: Mapping[str, Mapping[str, Tensor]]) -> T
     copies = [saved[name][slot.key] for name in owners if slot.key in saved.get(name, {})]
     if slot.value is None or not copies:
         return slot.value
-    if any(not same_bits(copies[0], other) for other in copies[1:]):
+    if any(other is not copies[0] and not same_bits(copies[0], other) for other in copies[1:]):
         raise CheckpointError(
             f"`{slot.key}` is shared and must be equal for all parameters: got different copies. Load an older file."
         )
-    return copies[0].detach().to(slot.value.device, copy=True, memory_format=torch.contiguous_format)
+    return _fresh(copies[0], slot.value)
+
+
+def _fresh(x: Tensor, own: Tensor) -> Tensor:
+    """A copy of `x`, or of this member's part of it, contiguous, where `own` is and placed as that."""
+    part = local(state_view.own_part(x, own)).detach()
+    return like_piece(part.to(local(own).device, copy=True, memory_format=torch.contiguous_format), own)
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one dtype hold the same bytes, NaNs included."""
-    return x.shape == y.shape and torch.equal(_bits(x), _bits(y))
+    """Whether two tensors of one dtype hold the same bytes, NaNs included; of sharded ones, this member's parts."""
+    return x.shape == y.shape and torch.equal(_bits(local(x)), _bits(local(y)))
 
 
 def _bits(x: Tensor) -> Tensor:
     return x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def report(state: OptState, names: Collection[str], saved: Mapping[str, Mapping[str, Tensor]]) -> LoadReport:
-    """Which saved leaves have no place in the target, and which of its leaves have no saved one."""
+def report(
+    state: OptState,
+    names: Collection[str],
+    saved: Mapping[str, Mapping[str, Tensor]],
+    values: Sequence[Mapping[str, Any]],
+    keys: Collection[str],
+) -> LoadReport:
+    """What a load leaves out.
+
+    Args:
+        state: the target's state before it.
+        names: the parameters that have state.
+        saved: the saved leaves by parameter.
+        values: what each target group gets.
+        keys: what each target group holds.
+    """
     own = state_view.view(state, names)
-    return LoadReport(tuple(_lacking(own, saved)), tuple(_lacking(saved, own)))
+    kept = [f"group {i}: {key}" for i, given in enumerate(values) for key in keys if key not in given]
+    return LoadReport((*_lacking(own, saved), *kept), tuple(_lacking(saved, own)))
 
 
 def _lacking(has: Mapping[str, Mapping[str, Tensor]], other: Mapping[str, Mapping[str, Tensor]]) -> Iterator[str]:
@@ -210,74 +249,48 @@ def _check_keys(name: str, own: Mapping[str, Tensor], saved: Mapping[str, Any]) 
         )
 
 
-def _check_leaf(key: str, own: Tensor, saved: Any) -> None:
-    if not isinstance(saved, Tensor):
-        raise CheckpointError(f"`{key}` must be a tensor: got {type(saved).__name__}. The file is damaged.")
-    if saved.layout != torch.strided or (saved.is_meta and not own.is_meta):
-        kind = "on meta" if saved.is_meta else saved.layout
-        raise CheckpointError(f"`{key}` must be a dense tensor with data: got one {kind}. The file is damaged.")
-    if saved.shape != own.shape or saved.dtype != own.dtype:
-        raise CheckpointError(
-            f"`{key}` must be {own.dtype} {tuple(own.shape)}: got {saved.dtype} {tuple(saved.shape)}. "
-            "Load it without casting, into an optimizer of the same structure."
-        )
-    rule = None if saved.is_meta else _broken_rule(key.rsplit(".", 1)[-1], saved, own)
-    if rule is not None:
-        raise CheckpointError(f"`{key}` must {rule}: got {_summary(saved)}. The file is damaged; load an older one.")
-
-
-def _broken_rule(field: str, x: Tensor, own: Tensor) -> str | None:
-    if field == "codebook" and not is_codebook(x):
-        return "be sorted, finite and end at -1 and 1"
-    if field == "codebook" and _is_symmetric(own) and not _is_symmetric(x):
-        return "be symmetric, with 0 twice in the middle"
-    if field in (*_SCALES, *_MOMENTS) and not bool(x.isfinite().all()):
-        return "be finite"
-    if field in _SCALES and bool((x < 0).any()):
-        return "be >= 0"
-    counts = x.dtype in (torch.int32, torch.int64) and x.dim() == 0
-    return "count from 0 upwards" if counts and int(x) < 0 else None
-
-
-def _is_symmetric(x: Tensor) -> bool:
-    return torch.equal(x, -x.flip(0))
-
-
-def _summary(x: Tensor) -> str:
-    return f"values from {float(x.min())} to {float(x.max())}" if x.numel() else "an empty tensor"
-
-
 def group_values(
-    saved: Mapping[str, Mapping[str, Any]], members: Sequence[Sequence[str]], check: Callable[[Mapping[str, Any]], None]
+    saved: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    members: Sequence[Sequence[str]],
+    check: Callable[[Mapping[str, Any]], None],
+    strict: bool = True,
 ) -> list[dict[str, Any]]:
     """The hyperparameters of each target group, taken from its parameters.
 
     Args:
         saved: the saved values by parameter.
+        groups: the target's groups.
         members: the names of each target group's parameters.
         check: raises `ValueError` for values that a group cannot hold.
+        strict: refuse a group whose parameters were saved with different values, or without one; else it keeps its own.
 
     Raises:
         CheckpointError: if a group's parameters were saved with different values, or with wrong ones.
     """
-    values = [_agree([saved[name] for name in member if name in saved]) for member in members]
-    try:
-        for own in filter(None, values):
-            check(own)
-    except ValueError as error:
-        raise CheckpointError(f"Group values must fit. {error}") from error
-    return values
+    out = []
+    for group, member in zip(groups, members, strict=True):
+        rows = [saved[name] for name in member if name in saved]
+        differing = _differing(rows)
+        if strict and differing:
+            came = [row.get(differing[0]) for row in rows]
+            raise CheckpointError(
+                f"Parameters of one group must carry one `{differing[0]}`: got {list(dict.fromkeys(map(str, came)))}. "
+                "Group the parameters as they were saved, or load with strict=False to keep the group's own."
+            )
+        values = {key: value for key, value in (rows[0] if rows else {}).items() if key not in differing}
+        try:
+            check(values if strict and rows else {**group, **values})
+        except ValueError as error:
+            raise CheckpointError(f"Group values must fit. {error}") from error
+        out.append(values)
+    return out
 
 
-def _agree(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    for row in rows[1:]:
-        for key in rows[0].keys() | row.keys():
-            if key not in row or key not in rows[0] or not _equal(row[key], rows[0][key]):
-                raise CheckpointError(
-                    f"Parameters of one group must carry one `{key}`: got {rows[0].get(key)} and {row.get(key)}. "
-                    "Group the parameters as they were saved."
-                )
-    return dict(rows[0]) if rows else {}
+def _differing(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Keys that not all rows have with one value."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    return [key for key in keys if any(key not in row or not _equal(row[key], rows[0].get(key)) for row in rows)]
 
 
 def _equal(x: Any, y: Any) -> bool:
@@ -293,5 +306,7 @@ def _filled(own: Any, value: Any) -> Any:
     if isinstance(own, Tensor):
         return own.copy_(torch.as_tensor(value))
     if isinstance(own, (tuple, list)) and isinstance(value, (tuple, list)) and len(own) == len(value):
-        return type(value)(map(_filled, own, value))
-    return value.clone() if isinstance(value, Tensor) else value
+        return type(own)(map(_filled, own, value))
+    if isinstance(value, Tensor):
+        return float(value) if isinstance(own, float) else value.clone()
+    return value

@@ -9,14 +9,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gefen_fn import agree
 from gefen_fn.base import GradientTransformation, OptState, check_transform, write_updates
 from gefen_fn.describe import Report, describe
 from gefen_fn.fuse import fuse, write_state
 from gefen_fn.program import at, put
 from gefen_fn.scalar import capturing, squares_are_finite
+from gefen_fn.shards import placements_of
 from gefen_fn.tree import StructureError, check_floating
 from gefen_kernels import ops
 from gefen_nn import checkpoint, groups, state_view
+from gefen_nn.together import together
 
 
 class _Kept:
@@ -24,7 +27,7 @@ class _Kept:
 
     def __init__(self) -> None:
         self.state: OptState = None
-        self.seen: dict[str, tuple[torch.device, torch.Size]] = {}
+        self.seen: dict[str, tuple[Any, ...]] = {}
         self.skipped = False
 
 
@@ -118,6 +121,11 @@ class TransformOptimizer(torch.optim.Optimizer):
         """Whether the last step found no gradient."""
         return self._kept.skipped
 
+    def slots(self, also: Collection[str] = ()) -> list[state_view.Slot]:
+        """Every tensor of the state but what groups carry, with what the parameters `also` would have."""
+        state, seen = self._grown(self._tracked(also))
+        return state_view.slots(self._shown(state), seen.keys())
+
     def state_tree(self) -> OptState:
         """The transform's state, over `{name: parameter}`; its tensors are the optimizer's own."""
         self._sync()
@@ -198,9 +206,9 @@ class TransformOptimizer(torch.optim.Optimizer):
         known = self._kept.seen.keys() | set(also)
         return {name: p for name, p in self._named().items() if p.requires_grad or name in known}
 
-    def _grown(self, params: Mapping[str, Tensor]) -> tuple[OptState, dict[str, tuple[torch.device, torch.Size]]]:
+    def _grown(self, params: Mapping[str, Tensor]) -> tuple[OptState, dict[str, tuple[Any, ...]]]:
         """The state and its signature, with state for parameters that are new, thawed, moved or no longer meta."""
-        signature = {name: (p.device, p.shape) for name, p in params.items()}
+        signature = {name: (p.device, p.shape, placements_of(p)) for name, p in params.items()}
         if self._ready and signature == self._kept.seen:
             return self._kept.state, self._kept.seen
         fresh = self._tx.init(params)
@@ -234,7 +242,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         """Where a step without host reads looks for its hyperparameters; None if it may read."""
         if not self._capturable:
             return None
-        return next((device for device, _ in self._kept.seen.values() if device.type != "meta"), torch.device("cpu"))
+        return next((device for device, *_ in self._kept.seen.values() if device.type != "meta"), torch.device("cpu"))
 
     def _hyperparams(self, state: OptState) -> dict[str, Any]:
         values: dict[str, Any] = at(state, self._path).hyperparams
@@ -317,19 +325,25 @@ class TransformOptimizer(torch.optim.Optimizer):
         return report
 
     def _restore(self, state_dict: dict[str, Any], strict: bool) -> checkpoint.LoadReport:
+        group = agree.group_of(list(self._named().values()))
+        loaded = together(lambda: self._loaded(state_dict, strict), group, "load_state_dict")
+        for target, given in zip(self.param_groups, loaded.values, strict=True):
+            checkpoint.fill_group(target, given)
+        state = write_state(loaded.before, loaded.after) if self._capturable else loaded.after
+        self._kept.seen = loaded.seen
+        self._kept.state = self._with_hyperparams(state)
+        return loaded.report
+
+    def _loaded(self, state_dict: dict[str, Any], strict: bool) -> checkpoint.Loaded:
         saved = checkpoint.read(state_dict, self.param_groups, self._members(), strict)
         own, seen = self._grown(self._tracked([name for name, leaves in saved.leaves.items() if leaves]))
         frozen = {name for name, p in self._named().items() if not p.requires_grad}
         state = checkpoint.restore(self._shown(own), seen.keys(), saved.leaves, frozen, strict)
-        report = checkpoint.report(self._shown(own), seen.keys(), saved.leaves)
-        values = checkpoint.group_values(saved.values, self._members(), self._check_group)
-        for group, given in zip(self.param_groups, values, strict=True):
-            checkpoint.fill_group(group, given)
+        values = checkpoint.group_values(saved.values, self.param_groups, self._members(), self._check_group, strict)
+        report = checkpoint.report(self._shown(own), seen.keys(), saved.leaves, values, self._keys)
         if self._keys:
             state = self._replace_hyperparams(state, {**self._hyperparams(own), **self._hyperparams(state)})
-        self._kept.seen = seen
-        self._kept.state = self._with_hyperparams(write_state(own, state) if self._capturable else state)
-        return report
+        return checkpoint.Loaded(seen, own, state, values, report)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TransformOptimizer":
         """A copy with its own parameters and state, without hooks or a scheduler's wrapper of `step`, as in torch."""

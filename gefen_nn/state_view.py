@@ -12,14 +12,23 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import OptState
+from gefen_fn.shards import is_sharded, like_piece, piece_of
 from gefen_fn.state_io import flatten_state, holds_stages
 from gefen_fn.tree import StructureError
 
 
 class Slot(NamedTuple):
-    """One leaf of the state: the parameter it belongs to (None: to all), its key without that name, its tensor."""
+    """One leaf of the state.
+
+    Attributes:
+        owner: the parameter it belongs to; None: to all.
+        path: its name in `flatten_state`; empty for `None`.
+        key: the same without the owner's name.
+        value: its tensor.
+    """
 
     owner: str | None
+    path: str
     key: str
     value: Tensor | None
 
@@ -73,7 +82,8 @@ def slots(state: OptState, names: Collection[str]) -> list[Slot]:
         return None if leaf is None else torch.tensor(len(found) - 1, device="cpu")
 
     keys = {int(index): key for key, index in flatten_state(_map_leaves(tag, state, names)).items()}
-    return [Slot(o, _drop_name(keys.get(i, ""), o, d), leaf) for i, (leaf, o, d) in enumerate(found)]
+    rows = [(o, keys.get(i, ""), d, leaf) for i, (leaf, o, d) in enumerate(found)]
+    return [Slot(o, path, _drop_name(path, o, d), leaf) for o, path, d, leaf in rows]
 
 
 def refill(state: OptState, names: Collection[str], values: Sequence[Any]) -> OptState:
@@ -95,7 +105,8 @@ def view(state: OptState, names: Collection[str]) -> dict[str, dict[str, Tensor]
 def merge(fresh: OptState, names: Collection[str], old: OptState, old_names: Collection[str]) -> OptState:
     """A fresh state that keeps every leaf the old one had.
 
-    A meta leaf gives way to a real one, so that parameters built on meta and then materialized get real state.
+    A meta leaf gives way to a real one, so that parameters built on meta and then materialized get real state; of a
+    whole leaf each member keeps its part, so that parameters may be sharded after the optimizer was built.
 
     Raises:
         StructureError: if a parameter's state has another shape than the parameter now asks for.
@@ -112,7 +123,16 @@ def _keep(slot: Slot, old: Tensor | None) -> Tensor | None:
             f"A parameter must keep its shape: state `{slot.key}` of {slot.owner!r} is {tuple(old.shape)}, the "
             f"parameter now asks for {tuple(slot.value.shape)}. Build the optimizer after reshaping."
         )
-    return old
+    return own_part(old, slot.value)
+
+
+def own_part(x: Tensor, like: Tensor) -> Tensor:
+    """`x`, if it is whole and `like` a DTensor, as what this member holds of it: contiguous, and placed as `like`."""
+    if not is_sharded(like) or is_sharded(x):
+        return x
+    piece = piece_of(like)
+    part = x[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))]
+    return like_piece(part.clone(memory_format=torch.contiguous_format), like)
 
 
 def place(state: OptState, params: Mapping[str, Tensor], capturable: bool = False) -> OptState:
