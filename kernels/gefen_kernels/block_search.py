@@ -3,9 +3,13 @@
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from gefen_kernels import ops
+from gefen_kernels.reference import tree_sum
 
 _RULES = ("variance_drop", "log_contrast")
 _SMALLEST = 8
@@ -25,8 +29,8 @@ def find_block(
     """Return the block length that a leaf's first squared gradient suggests.
 
     Runs on the host (it reads one number per divisor), so call it while calibrating, not inside a compiled step.
-    Sums are float64; squares that are not finite count as 0. Source: the Gefen paper (arXiv 2606.13894) for
-    `variance_drop`, its authors' later rule for `log_contrast`.
+    Sums are float64, in a fixed order; squares that are not finite count as 0. Source: the Gefen paper (arXiv
+    2606.13894) for `variance_drop`, its authors' later rule for `log_contrast`.
 
     Args:
         squared_grad: `g^2`, any shape with as many entries as `shape`.
@@ -54,7 +58,7 @@ def find_block(
     length = math.prod(shape[start:] if rowwise and len(shape) > start else shape)
     found = 1
     if length >= _SMALLEST and squared_grad.numel():
-        rows = torch.where(squared_grad.isfinite(), squared_grad, 0).double().reshape(-1, length)
+        rows = torch.where(squared_grad.isfinite(), squared_grad, 0).reshape(-1, length)
         found = _variance_drop(rows) if rule == "variance_drop" else _log_contrast(rows)
     return _memory_safe(shape, length) if found == 1 and fallback else found
 
@@ -65,35 +69,59 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
+def block_means(x: Tensor, block: int) -> Tensor:
+    """Mean of each run of `block` entries, added by `tree_sum`: float64 `[entries / block]`.
+
+    Args:
+        x: any shape and floating dtype.
+        block: divides the number of entries.
+    """
+    return _mean(x.reshape(-1, block).double(), 1)
+
+
+def block_variances(x: Tensor, block: int) -> Tensor:
+    """Population variance of each run of `block` entries, about its mean; arguments and result as in `block_means`."""
+    runs = x.reshape(-1, block).double()
+    return _mean((runs - _mean(runs, 1)[:, None]).square(), 1)
+
+
+def _mean(x: Tensor, dim: int) -> Tensor:
+    # A tensor as divisor: CUDA turns division by a Python number into a product with its rounded reciprocal.
+    return tree_sum(x, dim) / torch.tensor(x.shape[dim], dtype=torch.float64, device=x.device)
+
+
 def _variance_drop(rows: Tensor) -> int:
-    """Return the proper divisor with the most negative step of `E(p)`, 1 if that is below 8; `rows` is `[R, N]`."""
+    """Return the proper divisor with the most negative step of `E(p)`, 1 if that is below 8; `rows` is `[R, N]`.
+
+    `E(p)` is the root of the mean population variance inside blocks.
+    """
+    variances = _back_end_of(rows, "block_variances", block_variances)
     candidates = divisors(rows.shape[1])[:-1]
-    spread = [_spread(rows, p) for p in candidates]
+    spread = torch.stack([_mean(variances(rows, p), 0) for p in candidates]).sqrt().tolist()
     steps = [1e-12, *(b - a for a, b in pairwise(spread))]
     winner = candidates[steps.index(min(steps))]
     return winner if winner >= _SMALLEST else 1
 
 
-def _spread(rows: Tensor, block: int) -> float:
-    """Return `E(p)`: the root of the mean population variance inside blocks."""
-    return math.sqrt(float(rows.reshape(-1, block).var(dim=1, correction=0).mean()))
-
-
 def _log_contrast(rows: Tensor) -> int:
-    """Return the highest strict interior local maximum above 8 of the contrast, shortened to stay near 1024."""
-    logs, length = (rows + 1e-12).log(), rows.shape[1]
+    """Return the highest strict interior local maximum above 8 of the contrast, shortened to stay near 1024.
+
+    The contrast is the mean absolute difference of neighbouring block means within a row.
+    """
+    means = _back_end_of(rows, "block_means", block_means)
+    logs, length = (rows.double() + 1e-12).log(), rows.shape[1]
     candidates = [p for p in divisors(length) if length // p >= 4]
-    score = [_contrast(logs, p) for p in candidates]
+    gaps = (means(logs, p).reshape(len(rows), -1).diff(dim=1).abs().reshape(-1) for p in candidates)
+    score = torch.stack([_mean(gap, 0) for gap in gaps]).tolist()
     inner = range(1, len(score) - 1)
     peaks = [k for k in inner if candidates[k] > _SMALLEST and score[k - 1] < score[k] > score[k + 1]]
     winner = candidates[max(peaks, key=lambda k: score[k])] if peaks else 1
     return winner if winner <= _CONTRAST_LIMIT else next(d for d in divisors(winner) if d > _CONTRAST_LIMIT)
 
 
-def _contrast(logs: Tensor, block: int) -> float:
-    """Return the mean absolute difference of neighbouring block means within a row."""
-    means = logs.reshape(logs.shape[0], -1, block).mean(dim=2)
-    return float(means.diff(dim=1).abs().mean())
+def _back_end_of(x: Tensor, name: str, plain: Any) -> Any:
+    """The function of this name of the back end of a tensor's device, where it has one."""
+    return getattr(ops.back_end(x.device), name, plain)
 
 
 def _memory_safe(shape: Sequence[int], length: int) -> int:

@@ -14,12 +14,23 @@ from torch import Tensor
 from gefen_kernels.reference import Ties
 from gefen_kernels.step import Leaf
 from gefen_kernels.triton_base import launch, widen
+from gefen_kernels.triton_block_search import block_means, block_variances
 from gefen_kernels.triton_codec import histogram, sum_of_squares
 from gefen_kernels.triton_gram import symmetric_product
 from gefen_kernels.triton_levels import Search, level_search_of, search_of
 from gefen_kernels.triton_plan import KINDS, LONGEST, Plan, moved, plan_step
 
-__all__ = ["gefen_step", "histogram", "plan_step", "run_step", "sum_of_squares", "supports", "symmetric_product"]
+__all__ = [
+    "block_means",
+    "block_variances",
+    "gefen_step",
+    "histogram",
+    "plan_step",
+    "run_step",
+    "sum_of_squares",
+    "supports",
+    "symmetric_product",
+]
 
 
 def supports(leaf: Leaf) -> bool:
