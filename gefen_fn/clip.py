@@ -40,11 +40,11 @@ def global_norm(updates: Updates, sum_of_squares: SumOfSquares | None = None) ->
         sum_of_squares: `(leaf, first column axis) -> 0-dim float64`, a back end's; the reference's if None.
     """
     group, own = _own_squares(updates, sum_of_squares or _sum_of_squares)
-    squares = torch.zeros((), dtype=torch.float64, device="cpu")
-    for square in own:
-        if square is not None:
-            squares = square + squares.to(square.device)
-    return agree.total(squares, group).sqrt().float()
+    squares = [square for square in own if square is not None]
+    total = squares[0] if squares else torch.zeros((), dtype=torch.float64, device="cpu")
+    for square in squares[1:]:
+        total = square + total.to(square.device)
+    return agree.total(total, group).sqrt().float()
 
 
 def leaf_squares(updates: Updates) -> Tree:

@@ -142,7 +142,7 @@ def make_plan(
             warms = torch.tensor([work.warms for work in there], device=there[0].count.device)
             draws = any(leaf.random_codes or leaf.random_param for leaf in given)
             launches.append(Launch(there, module, module.plan_step(given), _ties(part), warms, draws))
-    written = frozenset(_memory(work.param) for work in taken) - {0}  # which is where nothing lies
+    written = frozenset(_memory(work.param) for work in taken) - {0}  # where empty and meta tensors lie
     return StepPlan(key, facts, works, launches, frozenset(work.index for work in taken), written)
 
 
@@ -188,7 +188,8 @@ def _decays(part: Part, shown: list[int], grads: Updates, params: Params) -> lis
 
 def _overlap(tensors: Sequence[Tensor]) -> bool:
     """Whether two tensors, or two entries of one, share memory."""
-    spans = sorted((x.data_ptr(), x.data_ptr() + x.element_size() * _reach(x)) for x in tensors if x.numel())
+    real = [x for x in tensors if x.numel() and not x.is_meta]
+    spans = sorted((x.data_ptr(), x.data_ptr() + x.element_size() * _reach(x)) for x in real)
     expanded = any(stride == 0 and size > 1 for x in tensors for size, stride in zip(x.shape, x.stride(), strict=True))
     return expanded or any(a[1] > b[0] for a, b in pairwise(spans))
 

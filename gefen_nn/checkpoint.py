@@ -304,7 +304,7 @@ def fill_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 def _filled(own: Any, value: Any) -> Any:
     if isinstance(own, Tensor):
-        return own.copy_(torch.as_tensor(value))
+        return own.copy_(torch.as_tensor(value, dtype=torch.float64))
     if isinstance(own, (tuple, list)) and isinstance(value, (tuple, list)) and len(own) == len(value):
         return type(own)(map(_filled, own, value))
     if isinstance(value, Tensor):
