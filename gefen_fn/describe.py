@@ -1,5 +1,6 @@
 """What a transform keeps for each parameter, and why in that form."""
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -8,9 +9,11 @@ from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, Params, Recipe
 from gefen_fn.blocks import FlatBlocks, dense_reason, leaf_layout
+from gefen_fn.contract import Capabilities, claims
 from gefen_fn.fuse import fuse
-from gefen_fn.program import opened
+from gefen_fn.program import inner_of
 from gefen_fn.second_moment import Block, Factored, policy_for
+from gefen_fn.shards import placed_shape, placements_of
 from gefen_fn.state_io import flatten_state, state_bytes
 from gefen_fn.tree import check_leaves, readable, tree_leaves, tree_map, tree_paths
 
@@ -26,6 +29,8 @@ class LeafReport(NamedTuple):
         dtype: its dtype.
         kept: from `<field>[.<subfield>]` to dtype and shape, as text, of every tensor but counters.
         bytes: of all its state.
+        local_bytes: of the part of it that is held here.
+        placements: how the parameter lies on its mesh; empty for a whole tensor.
         note: why it is not quantized, or not as asked for; empty if it is.
     """
 
@@ -34,6 +39,8 @@ class LeafReport(NamedTuple):
     dtype: torch.dtype
     kept: Mapping[str, str]
     bytes: int
+    local_bytes: int
+    placements: str
     note: str
 
 
@@ -46,6 +53,7 @@ class Report(NamedTuple):
         leaves: one row per parameter.
         shared_bytes: state that belongs to no parameter, such as a codebook.
         entries: entries of all parameters.
+        claims: the layouts it can train on, and what a checkpoint restores.
     """
 
     expression: str
@@ -53,6 +61,7 @@ class Report(NamedTuple):
     leaves: tuple[LeafReport, ...]
     shared_bytes: int
     entries: int
+    claims: Capabilities
 
     @property
     def bytes(self) -> int:
@@ -68,8 +77,9 @@ class Report(NamedTuple):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         share = f", {self.bytes / self.entries:.4f} bytes per parameter" if self.entries else ""
-        fused = f"fused: {self.fused or 'nothing'}"
-        return "\n".join([self.expression, fused, *lines, f"{self.bytes:,} bytes of state{share}"])
+        head = [self.expression, f"fused: {self.fused or 'nothing'}", f"trains on: {', '.join(self.claims.layouts)}"]
+        head.append(f"checkpoints: {_guarantee(self.claims)}")
+        return "\n".join([*head, *lines, f"{self.bytes:,} bytes of state{share}"])
 
 
 def describe(tx: GradientTransformation, params: Params) -> Report:
@@ -86,15 +96,23 @@ def describe(tx: GradientTransformation, params: Params) -> Report:
         StructureError: if a leaf is not a dense floating-point tensor.
     """
     check_leaves(params)
-    meta = tree_map(lambda p: torch.empty_like(p, device="meta"), params)
+    meta = tree_map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
+    places = dict(zip(tree_paths(params), tree_leaves(params), strict=True))
     leaves = {path: p for path, p in zip(tree_paths(meta), tree_leaves(meta), strict=True) if p is not None}
     owned: dict[str | None, dict[str, Tensor]] = {path: {} for path in (None, *leaves)}
     for key, x in flatten_state(tx.init(meta)).items():
         owned[_owner(key, leaves)][key] = x
     rules = list(_gefen_rules(tx))
-    reports = tuple(_leaf(path, p, owned[path], rules) for path, p in leaves.items())
+    reports = tuple(_leaf(path, places[path], owned[path], rules) for path in leaves)
     step, entries = fuse(tx), sum(p.numel() for p in leaves.values())
-    return Report(repr(tx), "" if step is None else str(step), reports, state_bytes(owned[None]), entries)
+    return Report(repr(tx), "" if step is None else str(step), reports, state_bytes(owned[None]), entries, claims(tx))
+
+
+def _guarantee(claims: Capabilities) -> str:
+    """In words, what a checkpoint restores to the bit."""
+    where = "on any mesh" if claims.resharding_exact else "on the mesh that saved it"
+    kept = f"exact {where}" if claims.same_topology_exact else "not exact"
+    return f"{kept} ({'; '.join(claims.refused)})" if claims.refused else kept
 
 
 def _owner(key: str, leaves: Mapping[str, Tensor]) -> str | None:
@@ -111,7 +129,10 @@ def _leaf(path: str, p: Tensor, state: dict[str, Tensor], rules: list[Mapping[st
     stages = [key.split(".")[0] for key in state if key.startswith("scale_by_gefen") and ".count" in key]
     numbers = [int(stage.partition("#")[2] or 1) - 1 for stage in stages]
     notes = [_note(tuple(p.shape), rules[i]) for i in numbers if i < len(rules)]
-    return LeafReport(readable(path), tuple(p.shape), p.dtype, kept, state_bytes(state), "; ".join(filter(None, notes)))
+    placements = ", ".join(map(str, placements_of(p)))
+    held = sum(math.prod(placed_shape(p, x.shape)) * x.itemsize for x in state.values())
+    note = "; ".join(filter(None, notes))
+    return LeafReport(readable(path), tuple(p.shape), p.dtype, kept, state_bytes(state), held, placements, note)
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -135,17 +156,5 @@ def _gefen_rules(tx: Any) -> Iterator[Mapping[str, Any]]:
     if isinstance(recipe, Recipe):
         if recipe.name == "scale_by_gefen":
             yield recipe.kwargs
-        for inner in _inner(recipe):
+        for inner in inner_of(recipe):
             yield from _gefen_rules(inner)
-
-
-def _inner(recipe: Recipe) -> list[Any]:
-    """The transforms that a recipe puts together; labels in the order in which dictionaries of state are walked."""
-    if recipe.marked is not None:
-        inner = opened(recipe)
-        return [] if inner is None else [inner]
-    if recipe.name == "named_chain":
-        return [tx for _, tx in sorted(recipe.args)]
-    if recipe.name == "partition":
-        return [recipe.args[0][label] for label in sorted(recipe.args[0], key=lambda x: (type(x).__name__, x))]
-    return [tx for tx in recipe.args if isinstance(tx, GradientTransformation)]

@@ -209,3 +209,15 @@ def _decay(stage: Stage) -> tuple[Stage | None, Any]:
         inner, mask = stage.recipe.args
         return Stage(inner.update.recipe, (*stage.path, "inner_state"), stage.owner), mask
     return None, None
+
+
+def inner_of(recipe: Recipe) -> list[Any]:
+    """The transforms that a recipe puts together; labels in the order in which dictionaries of state are walked."""
+    if recipe.marked is not None:
+        inner = opened(recipe)
+        return [] if inner is None else [inner]
+    if recipe.name == "named_chain":
+        return [tx for _, tx in sorted(recipe.args)]
+    if recipe.name == "partition":
+        return [recipe.args[0][label] for label in sorted(recipe.args[0], key=lambda x: (type(x).__name__, x))]
+    return [tx for tx in recipe.args if isinstance(tx, GradientTransformation)]

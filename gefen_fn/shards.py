@@ -149,11 +149,16 @@ def zeros_placed(like: Tensor, whole: Sequence[int], dtype: torch.dtype = torch.
 
     An axis that is cut has the meaning of `like`'s axis of that number, and is cut where that one is.
     """
-    if not is_sharded(like):
-        return like.new_full(tuple(whole), fill, dtype=dtype, requires_grad=False)
+    part = local(like).new_full(placed_shape(like, whole), fill, dtype=dtype, requires_grad=False)
+    return wrap(part, like, whole) if is_sharded(like) else part
+
+
+def placed_shape(like: Tensor, whole: Sequence[int]) -> tuple[int, ...]:
+    """The shape of the part held here of a tensor of shape `whole` placed as `like`; all of a 0-dim one."""
+    if not is_sharded(like) or not whole:
+        return tuple(whole)
     mesh = like.device_mesh  # type: ignore[attr-defined]  # a DTensor
-    shape = _piece(tuple(whole), mesh, placements_of(like), mesh.get_rank()).shape
-    return wrap(local(like).new_full(shape, fill, dtype=dtype, requires_grad=False), like, whole)
+    return _piece(tuple(whole), mesh, placements_of(like), mesh.get_rank()).shape
 
 
 def on_pieces(f: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:

@@ -1,0 +1,151 @@
+"""What an optimizer promises: the layouts it can train on, and what its checkpoints restore.
+
+A claim that is False means unsupported, never unknown: a transform that publishes nothing claims only that it trains on
+replicated tensors.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gefen_fn.base import GradientTransformation, Recipe
+from gefen_fn.blocks import FlatBlocks
+from gefen_fn.program import inner_of
+from gefen_fn.second_moment import Factored
+
+CONTRACT_VERSION = 1
+LAYOUTS = (
+    "replicated",
+    "rows",
+    "leading axes",
+    "aligned columns",
+    "replicas of shards",
+    "rows and columns",
+    "offloaded",
+)
+"""How a DTensor may lie, in the order in which a report names them: HSDP is replicas of shards, FSDP2 over tensor
+parallelism is rows and columns, and offloaded shards live on the CPU."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The claims of one transform, or of several parts together.
+
+    Attributes:
+        name: what it is.
+        layouts: those it can train on, each once.
+        same_topology_exact: a checkpoint restores the bits on the mesh that saved it.
+        resharding_exact: it restores them on any other too.
+        refused: why not, where it does not; one reason each.
+        version: of this contract.
+
+    Raises:
+        TypeError: naming the field, for a value of another type; a truthy value is no bool, and True no version.
+        ValueError: naming the field, for an empty or repeated name, or an unknown version.
+    """
+
+    name: str
+    layouts: tuple[str, ...]
+    same_topology_exact: bool
+    resharding_exact: bool
+    refused: tuple[str, ...] = ()
+    version: int = CONTRACT_VERSION
+
+    def __post_init__(self) -> None:
+        """Refuse what is no claim, where it is made."""
+        object.__setattr__(self, "layouts", _names("layouts", self.layouts))
+        object.__setattr__(self, "refused", _names("refused", self.refused))
+        _exactly("name", self.name, str)
+        for flag in ("same_topology_exact", "resharding_exact"):
+            _exactly(flag, getattr(self, flag), bool)
+        _exactly("version", self.version, int)
+        if not self.name:
+            raise ValueError("`name` must not be empty: got ''. Name the transform.")
+        if self.version != CONTRACT_VERSION:
+            raise ValueError(f"`version` must be {CONTRACT_VERSION}: got {self.version}. Update the package.")
+
+
+def _exactly(field: str, value: Any, kind: type) -> None:
+    if type(value) is not kind:
+        raise TypeError(f"`{field}` must be a {kind.__name__}: got {value!r}. Write it out.")
+
+
+def _names(field: str, values: Any) -> tuple[str, ...]:
+    """A copy of a container of names."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"`{field}` must be a tuple of names: got {values!r}. Write a tuple.")
+    names = tuple(values)
+    for name in names:
+        _exactly(field, name, str)
+    if "" in names or len(set(names)) < len(names):
+        raise ValueError(f"`{field}` must hold names, each once: got {names}. Drop empty and repeated ones.")
+    return names
+
+
+def unpublished(name: str) -> Capabilities:
+    """The claims of a transform that makes none."""
+    return Capabilities(name, ("replicated",), True, False, (f"{name} publishes no contract",))
+
+
+def together(name: str, parts: Sequence[Capabilities]) -> Capabilities:
+    """The claims of parts that step different leaves of one model.
+
+    They can train on what any of them can; a checkpoint, which holds them all, restores what all of them do.
+
+    Args:
+        name: of the whole.
+        parts: the claims of the parts that there are.
+
+    Raises:
+        TypeError: if a part is no `Capabilities`.
+    """
+    for part in parts:
+        _exactly("parts", part, Capabilities)
+    layouts = dict.fromkeys(layout for part in parts for layout in part.layouts)
+    refused = dict.fromkeys(reason for part in parts for reason in part.refused)
+    same, resharded = (
+        all(getattr(part, flag) for part in parts) for flag in ("same_topology_exact", "resharding_exact")
+    )
+    return Capabilities(name, tuple(layouts) or ("replicated",), same, resharded, tuple(refused))
+
+
+def all_of(name: str, stages: Sequence[Capabilities]) -> Capabilities:
+    """The claims of stages that each step the same leaves: what every one of them can do."""
+    layouts = [layout for layout in LAYOUTS if all(layout in stage.layouts for stage in stages)]
+    whole = together(name, stages)
+    return Capabilities(name, tuple(layouts), whole.same_topology_exact, whole.resharding_exact, whole.refused)
+
+
+def claims(tx: GradientTransformation) -> Capabilities:
+    """What a transform promises, read off its recipe; the leaves are not looked at."""
+    recipe = getattr(getattr(tx, "update", None), "recipe", None)
+    if not isinstance(recipe, Recipe):
+        return unpublished("a transform without a recipe")
+    inner = [claims(part) for part in inner_of(recipe)]
+    if inner:
+        return together(recipe.name, inner) if recipe.name == "partition" else all_of(recipe.name, inner)
+    return _CLAIMS.get(recipe.name, _anywhere)(recipe)
+
+
+def _anywhere(recipe: Recipe) -> Capabilities:
+    return Capabilities(recipe.name, LAYOUTS, True, True)
+
+
+def _without_columns(recipe: Recipe) -> Capabilities:
+    layouts = tuple(layout for layout in LAYOUTS if "columns" not in layout)
+    return Capabilities(recipe.name, layouts, True, True)
+
+
+def _gefen(recipe: Recipe) -> Capabilities:
+    if isinstance(recipe.kwargs["block"], FlatBlocks):
+        return Capabilities(recipe.name, ("replicated",), True, False, ("blocks over flattened leaves do not shard",))
+    policy = recipe.kwargs["second_moment"]
+    crosses = isinstance(policy, Factored) and policy.sides[1] is None
+    return (_without_columns if crosses else _anywhere)(recipe)
+
+
+_CLAIMS: dict[str, Callable[[Recipe], Capabilities]] = {
+    "scale_by_gefen": _gefen,
+    "adaptive_grad_clip": _without_columns,
+    "stateless": lambda recipe: unpublished("a function of one's own"),
+}

@@ -1,0 +1,99 @@
+"""What optimizers claim of themselves; numbers are those of the acceptance list of the design for several processes."""
+
+import pytest
+import torch
+
+import gefen_fn
+import gefen_nn
+from gefen_fn import Factored, FlatBlocks, adamw, chain, clip_by_global_norm, describe, gefen, partition, stateless
+from gefen_fn.contract import LAYOUTS, Capabilities, all_of, claims, together
+from gefen_nn import Gefen
+
+GOOD = {"name": "x", "layouts": ("rows",), "same_topology_exact": True, "resharding_exact": False}
+BAD = {
+    "1 a number among layouts": ({"layouts": ("rows", 1)}, TypeError, "layouts"),
+    "1 a string for a tuple": ({"layouts": "rows"}, TypeError, "layouts"),
+    "1 a layout twice": ({"layouts": ("rows", "rows")}, ValueError, "layouts"),
+    "1 an empty reason": ({"refused": ("",)}, ValueError, "refused"),
+    "2 a truthy string": ({"same_topology_exact": "yes"}, TypeError, "same_topology_exact"),
+    "2 the number 1": ({"resharding_exact": 1}, TypeError, "resharding_exact"),
+    "4 version True": ({"version": True}, TypeError, "version"),
+    "4 version 1.0": ({"version": 1.0}, TypeError, "version"),
+    "4 an unknown version": ({"version": 2}, ValueError, "version"),
+    "an empty name": ({"name": ""}, ValueError, "name"),
+}
+NARROW = Capabilities("narrow", ("replicated",), True, False, ("it cannot",))
+WIDE = Capabilities("wide", ("replicated", "rows"), True, True)
+
+
+@pytest.mark.parametrize(("change", "error", "field"), BAD.values(), ids=BAD)
+def test_a_wrong_claim_fails_where_it_is_written_and_names_the_field(change, error, field):
+    with pytest.raises(error, match=f"`{field}`"):
+        Capabilities(**{**GOOD, **change})
+
+
+def test_3_a_part_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="parts"):
+        together("both", [WIDE, {"layouts": ("rows",)}])
+
+
+def test_5_to_8_parts_claim_the_union_to_train_and_the_intersection_to_restore():
+    assert together("wide", [WIDE]) == WIDE
+    assert together("none", []).layouts == ("replicated",)
+    both = together("both", [NARROW, WIDE])
+    assert both.layouts == ("replicated", "rows") and not both.resharding_exact and both.refused == ("it cannot",)
+
+
+def test_stages_of_one_chain_claim_only_what_each_can_do():
+    assert all_of("chain", [NARROW, WIDE]).layouts == ("replicated",)
+
+
+def test_containers_are_copied():
+    layouts = ["rows"]
+    claim = Capabilities(**{**GOOD, "layouts": layouts})
+    layouts.append("replicated")
+    assert claim.layouts == ("rows",)
+
+
+EXPRESSIONS = {
+    "default": (gefen(1e-3), LAYOUTS, True),
+    "clipped": (chain(clip_by_global_norm(1.0), gefen(1e-3)), LAYOUTS, True),
+    "flattened": (gefen(1e-3, block=FlatBlocks(256)), ("replicated",), False),
+    "whole rows of columns": (
+        gefen(1e-3, second_moment=Factored((128, None))),
+        ("replicated", "rows", "leading axes", "replicas of shards", "offloaded"),
+        True,
+    ),
+    "one's own function": (chain(stateless(lambda u, p: u), gefen(1e-3)), ("replicated",), False),
+    "adamw": (adamw(1e-3), LAYOUTS, True),
+}
+
+
+@pytest.mark.parametrize(("tx", "layouts", "reshards"), EXPRESSIONS.values(), ids=EXPRESSIONS)
+def test_an_expression_claims_what_its_stages_do(tx, layouts, reshards):
+    assert claims(tx).layouts == layouts and claims(tx).resharding_exact is reshards
+
+
+def test_a_partition_trains_where_a_part_does_and_reshards_where_all_do():
+    tx = partition({"a": gefen(1e-3, block=FlatBlocks(256)), "b": adamw(1e-3)}, {"x": "a", "y": "b"})
+    claim = describe(tx, {"x": torch.empty(64, 64), "y": torch.empty(64)}).claims
+    assert claim.layouts == LAYOUTS and not claim.resharding_exact
+
+
+def test_9_asking_changes_nothing():
+    torch.manual_seed(0)
+    start = torch.randn(64, 300)
+    twins = [torch.nn.Parameter(start.clone()) for _ in range(2)]
+    asked, other = (Gefen([("w", p)], lr=1e-2) for p in twins)
+    for _ in range(2):
+        for p in twins:
+            p.grad = torch.ones(64, 300) * p.detach()
+        assert asked.describe() == asked.describe()
+        asked.step()
+        other.step()
+    assert torch.equal(*twins)
+
+
+@pytest.mark.parametrize("package", [gefen_fn, gefen_nn], ids=lambda package: package.__name__)
+def test_10_every_public_name_resolves(package):
+    assert all(getattr(package, name) is not None for name in package.__all__)
