@@ -62,7 +62,7 @@ class Run:
             self.model = Decoder(context=settings.context)
         options = {"lr": settings.lr, "betas": (0.9, 0.99), "weight_decay": settings.weight_decay}
         self.optimizer = OPTIMIZERS[name](self.model, **options)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda at: _lr_factor(at, settings.steps))
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda at: lr_factor(at, settings.steps))
 
     def train_step(self, text: Text) -> float:
         """Takes one step on the batch of the current step number.
@@ -186,8 +186,13 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _lr_factor(step: int, steps: int) -> float:
-    # A tenth of linear warm-up, then a cosine to a twentieth of the peak.
+def lr_factor(step: int, steps: int) -> float:
+    """The schedule: a tenth of linear warm-up, then a cosine to a twentieth of the peak.
+
+    Args:
+        step: Steps taken.
+        steps: Length of the run.
+    """
     warmup = max(1, steps // 10)
     if step < warmup:
         return (step + 1) / warmup
