@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gefen_kernels.ns_coefficients import Triple, ns_coefficients
-from gefen_kernels.products import product, symmetric_flops, symmetric_product, tile_side
+from gefen_kernels.products import gram, product, symmetric_flops, tile_side
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST_LOSS = 1 / 64  # what a segment may make of the rounding of its first R
@@ -187,24 +187,28 @@ def working_bytes(rows: int, cols: int, dtype: torch.dtype) -> int:
 
 def _segment(x: Tensor, triples: Sequence[Triple]) -> Tensor:
     """`P_n ... P_1 X`. The product of the P is held as `q + M` with a number q, which no rounding touches."""
-    gram = symmetric_product(x, x)  # R, [N, R, R]
+    r = gram(x)  # [N, R, R]
     q, total = 1.0, None
     for index, (a, b, c) in enumerate(triples):
-        inner = symmetric_product(gram, gram, gram, beta=b, alpha=c)  # P - a
+        inner = product(r, r, r, beta=b, alpha=c, symmetric=True)  # P - a
         if total is None:
             q, total = a, inner
         else:
-            q, total = a * q, symmetric_product(inner, total, torch.add(a * total, inner, alpha=q))
+            q, total = a * q, product(inner, total, torch.add(a * total, inner, alpha=q), symmetric=True)
         if index < len(triples) - 1:
-            half = symmetric_product(inner, gram, gram, beta=a)  # P R
-            gram = symmetric_product(inner, half, half, beta=a)  # P R P
-    return x if total is None else product(total, x.mT, x, beta=q)
+            half = product(inner, r, r, beta=a, symmetric=True)  # P R
+            r = product(inner, half, half, beta=a, symmetric=True)  # P R P
+    return x if total is None else product(total, x, x, beta=q)
 
 
 def _rounding_unit(dtype: torch.dtype) -> float:
-    """Largest relative error of one rounding; torch may be told to multiply fp32 with the bits of a shorter dtype."""
-    exact = dtype != torch.float32 or torch.get_float32_matmul_precision() == "highest"
-    return torch.finfo(dtype if exact else torch.bfloat16).eps / 2
+    """Largest relative error of one rounding, taken for that of bf16 where torch shortens the factors of fp32."""
+    return torch.finfo(torch.bfloat16 if dtype == torch.float32 and _shortens_fp32() else dtype).eps / 2
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch does not type it
+def _shortens_fp32() -> bool:
+    return torch.get_float32_matmul_precision() != "highest"
 
 
 def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -229,22 +233,30 @@ def _restored(wide: Tensor, shape: Sequence[int]) -> Tensor:
 
 def _in_stacks(batches: list[Tensor], most: int, run: Callable[[list[Tensor]], Tensor]) -> list[Tensor]:
     """`run` of each batch, given to it in lists of parts that hold at most `most` matrices in all."""
-    parts = [(index, part) for index, batch in enumerate(batches) for part in torch.split(batch, most)]
     done: list[list[Tensor]] = [[] for _ in batches]
-    for stack in _packed(parts, most):
-        result = run([part for _, part in stack])
-        for (index, _), piece in zip(stack, torch.split(result, [len(part) for _, part in stack]), strict=True):
-            done[index].append(piece)
-    return [torch.cat(pieces) if len(pieces) > 1 else pieces[0] for pieces in done]
+    for stack in _stacks([len(batch) for batch in batches], most):
+        result = run([batches[index][start:stop] for index, start, stop in stack])
+        parts = torch.split(result, [stop - start for _, start, stop in stack])
+        for (index, _, _), part in zip(stack, parts, strict=True):
+            done[index].append(part)
+    return [
+        parts[0] if len(parts) == 1 else torch.cat(parts or [batch]) for parts, batch in zip(done, batches, strict=True)
+    ]
 
 
-def _packed(parts: list[tuple[int, Tensor]], most: int) -> Iterator[list[tuple[int, Tensor]]]:
-    """Consecutive parts of at most `most` matrices in all."""
-    stack: list[tuple[int, Tensor]] = []
-    for part in parts:
-        if sum(len(held) for _, held in stack) + len(part[1]) > most:
-            yield stack
-            stack = []
-        stack.append(part)
+def _stacks(sizes: list[int], most: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Parts `(index, start, stop)` of batches of these sizes, in lists that hold `most` matrices but for the last."""
+    stack: list[tuple[int, int, int]] = []
+    room = most
+    for index, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            stop = min(start + room, size)
+            stack.append((index, start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield stack
+                stack, room = [], most
     if stack:
         yield stack

@@ -1,4 +1,4 @@
-"""Batched products `alpha A B^T + beta D`, and what they cost where the result is known to be symmetric.
+"""Batched products of matrices as one rounding each, and what they cost where the result is known to be symmetric.
 
 A back end may have a kernel that computes the tiles of one triangle and mirrors them: about half the flops.
 """
@@ -12,37 +12,33 @@ from gefen_kernels.ops import back_end
 TILES = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64}
 
 
-def product(a: Tensor, b: Tensor, added: Tensor | None = None, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """`alpha a b^T + beta added`, added up in fp32 and rounded once; the same bits under `vmap` and `compile`.
+def gram(x: Tensor) -> Tensor:
+    """`X X^T` of each matrix `[N, R, C]`: `[N, R, R]` of the dtype of x, added up in fp32."""
+    return _call(x, x.mT, None, 1.0, 1.0, True)
+
+
+def product(
+    a: Tensor, b: Tensor, added: Tensor, *, beta: float = 1.0, alpha: float = 1.0, symmetric: bool = False
+) -> Tensor:
+    """`alpha a b + beta added`, added up in fp32 and rounded once; the same bits under `vmap` and `compile`.
 
     Args:
         a: `[N, R, K]`.
-        b: `[N, C, K]`.
-        added: `[N, R, C]`; None adds nothing.
+        b: `[N, K, C]`.
+        added: `[N, R, C]`.
         beta: factor of `added`.
         alpha: factor of the product.
+        symmetric: a, b and `added` are polynomials of one symmetric matrix, so that the result is symmetric too.
 
     Returns:
         `[N, R, C]` of the dtype of a.
     """
-    return _call(a, b, added, beta, alpha, False)
-
-
-def symmetric_product(
-    a: Tensor, b: Tensor, added: Tensor | None = None, *, beta: float = 1.0, alpha: float = 1.0
-) -> Tensor:
-    """`product` of matrices `[N, R, K]` where the result is known to be symmetric.
-
-    That is `X X^T`, or a product of two polynomials of one symmetric matrix; and `added` is symmetric.
-    """
-    return _call(a, b, added, beta, alpha, True)
+    return _call(a, b, added, beta, alpha, symmetric)
 
 
 def tile_side(device: torch.device, dtype: torch.dtype) -> int | None:
     """Side of the output tiles of a device's kernel for symmetric products; None where there is none."""
-    if not _has_kernel(device.type):
-        return None
-    return TILES[dtype]
+    return TILES[dtype] if _has_kernel(device.type) else None
 
 
 def symmetric_flops(rows: int, depth: int, tile: int | None) -> int:
@@ -60,30 +56,33 @@ def _has_kernel(kind: str) -> bool:
 
 
 def _call(a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float, symmetric: bool) -> Tensor:
-    if a.requires_grad:  # the operator has no derivative, what it is made of has
-        return _multiply(a, b, added, beta, alpha, False)
+    if a.requires_grad:  # the operator has no derivative
+        return _by_torch(a, b, added, beta, alpha)
     result: Tensor = torch.ops.gefen_kernels.multiply.default(a, b, added, beta, alpha, symmetric)
     return result
 
 
 def _multiply(a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float, symmetric: bool) -> Tensor:
-    tile = tile_side(a.device, a.dtype) if symmetric else None
     rows, depth = a.shape[-2:]
-    if symmetric_flops(rows, depth, tile) < symmetric_flops(rows, depth, None):
-        result: Tensor = back_end(a.device).symmetric_product(a, b, added, beta=beta, alpha=alpha)  # type: ignore[union-attr]  # tile_side has asked
-        return result
+    tile = tile_side(a.device, a.dtype) if symmetric else None
+    if symmetric_flops(rows, depth, tile) == symmetric_flops(rows, depth, None):
+        return _by_torch(a, b, added, beta, alpha)
+    transposed = b.mT if added is None else b  # what is no transpose of a is symmetric
+    result: Tensor = back_end(a.device).symmetric_product(a, transposed, added, beta=beta, alpha=alpha)  # type: ignore[union-attr]  # there is one: it has a tile
+    return result
+
+
+def _by_torch(a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float) -> Tensor:
     if a.dtype == torch.float16 and a.device.type == "cpu":  # torch's own fp16 products run at 1 GF/s there
         a, b, added = a.to(torch.float32), b.to(torch.float32), None if added is None else added.to(torch.float32)
-        return _multiply(a, b, added, beta, alpha, False).to(torch.float16)
-    if added is None:
-        return torch.bmm(a, b.mT) if alpha == 1.0 else torch.bmm(a, b.mT) * alpha
-    return torch.baddbmm(added, a, b.mT, beta=beta, alpha=alpha)
+        return _by_torch(a, b, added, beta, alpha).to(torch.float16)
+    return torch.bmm(a, b) if added is None else torch.baddbmm(added, a, b, beta=beta, alpha=alpha)
 
 
 def _shape_of_multiply(
     a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float, symmetric: bool
 ) -> Tensor:
-    return a.new_empty(a.shape[0], a.shape[1], b.shape[1])
+    return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
 
 def _mapped_multiply(
