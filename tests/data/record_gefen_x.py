@@ -8,6 +8,7 @@ import contextlib
 import importlib.metadata
 import io
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,12 @@ def constants(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-def quietly(mode: str) -> dict[str, Any]:
-    """`record` without what the package prints and warns at import and while it learns its codebook."""
+def silenced(run: Callable[[str], dict[str, Any]], name: str) -> dict[str, Any]:
+    """`run(name)` without what the package prints and warns at import and while it learns its codebook."""
     silence = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(silence), contextlib.redirect_stderr(silence):
         warnings.simplefilter("ignore")
-        return record(mode)
+        return run(name)
 
 
 def main() -> None:
@@ -94,7 +95,7 @@ def main() -> None:
     out = parser.parse_args().out
     torch.set_num_threads(1)
     for mode in MODES:
-        torch.save(quietly(mode), out / f"gefen_x_050_{mode}.pt")
+        torch.save(silenced(record, mode), out / f"gefen_x_050_{mode}.pt")
 
 
 if __name__ == "__main__":
