@@ -12,7 +12,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
+# Also routes and steps real models, whose package takes some 10 s to install.
 test-slow: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,integrations]'
 	$(BIN)/python -m pytest -m slow
 
 # Optimizers side by side; with `make bench-peers` other packages too, from an environment of their own, which `bench`
