@@ -27,6 +27,7 @@ class LeafReport(NamedTuple):
         path: its keys joined by dots, as they are written; empty for a bare tensor.
         shape: its shape.
         dtype: its dtype.
+        rule: the stages that keep state for it, such as `scale_by_muon`; empty if none does.
         kept: from `<field>[.<subfield>]` to dtype and shape, as text, of every tensor but counters.
         bytes: of all its state.
         local_bytes: of the part of it that is held here.
@@ -37,6 +38,7 @@ class LeafReport(NamedTuple):
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+    rule: str
     kept: Mapping[str, str]
     bytes: int
     local_bytes: int
@@ -70,10 +72,10 @@ class Report(NamedTuple):
 
     def __str__(self) -> str:
         """A table of the leaves, and the sum."""
-        rows = [("leaf", "shape", "bytes", "state", "note")]
+        rows = [("leaf", "shape", "rule", "bytes", "state", "note")]
         for leaf in self.leaves:
             kept = ", ".join(f"{name} {form}" for name, form in leaf.kept.items())
-            rows.append((leaf.path or ".", _shape(leaf.shape), f"{leaf.bytes:,}", kept, leaf.note))
+            rows.append((leaf.path or ".", _shape(leaf.shape), leaf.rule, f"{leaf.bytes:,}", kept, leaf.note))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         share = f", {self.bytes / self.entries:.4f} bytes per parameter" if self.entries else ""
@@ -102,7 +104,7 @@ def describe(tx: GradientTransformation, params: Params) -> Report:
     owned: dict[str | None, dict[str, Tensor]] = {path: {} for path in (None, *leaves)}
     for key, x in flatten_state(tx.init(meta)).items():
         owned[_owner(key, leaves)][key] = x
-    rules = list(_gefen_rules(tx))
+    rules = _quantizing(tx)
     reports = tuple(_leaf(path, places[path], owned[path], rules) for path in leaves)
     step, entries = fuse(tx), sum(p.numel() for p in leaves.values())
     return Report(repr(tx), "" if step is None else str(step), reports, state_bytes(owned[None]), entries, claims(tx))
@@ -122,17 +124,16 @@ def _owner(key: str, leaves: Mapping[str, Tensor]) -> str | None:
     return None if field in _SHARED else next((path for path in paths if path in leaves), None)
 
 
-def _leaf(path: str, p: Tensor, state: dict[str, Tensor], rules: list[Mapping[str, Any]]) -> LeafReport:
+def _leaf(path: str, p: Tensor, state: dict[str, Tensor], rules: Mapping[str, Mapping[str, Any]]) -> LeafReport:
     below = f".{path}" if path else ""
     names = {key.split(".", 1)[1].replace(below, "", 1): x for key, x in state.items()}
     kept = {name: f"{str(x.dtype).removeprefix('torch.')}{_shape(x.shape)}" for name, x in names.items() if x.dim()}
-    stages = [key.split(".")[0] for key in state if key.startswith("scale_by_gefen") and ".count" in key]
-    numbers = [int(stage.partition("#")[2] or 1) - 1 for stage in stages]
-    notes = [_note(tuple(p.shape), rules[i]) for i in numbers if i < len(rules)]
+    stages = dict.fromkeys(key.split(".")[0] for key in state)
+    notes = [_note(tuple(p.shape), rules[stage]) for stage in stages if stage in rules]
     placements = ", ".join(map(str, placements_of(p)))
     held = sum(math.prod(placed_shape(p, x.shape)) * x.itemsize for x in state.values())
-    note = "; ".join(filter(None, notes))
-    return LeafReport(readable(path), tuple(p.shape), p.dtype, kept, state_bytes(state), held, placements, note)
+    own = readable(path), tuple(p.shape), p.dtype, ", ".join(stages), kept, state_bytes(state), held, placements
+    return LeafReport(*own, "; ".join(filter(None, notes)))
 
 
 def _shape(shape: tuple[int, ...]) -> str:
@@ -141,7 +142,9 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 def _note(shape: tuple[int, ...], rule: Mapping[str, Any]) -> str:
     layout = leaf_layout(shape, flat=isinstance(rule["block"], FlatBlocks))
-    policy = rule["second_moment"]
+    policy = rule.get("second_moment")
+    if not rule.get("quantize", True):
+        return "dense: as asked"
     if layout.dense:
         return f"dense: {dense_reason(shape)}"
     if layout.start == 0:
@@ -150,11 +153,20 @@ def _note(shape: tuple[int, ...], rule: Mapping[str, Any]) -> str:
     return "block means: a side below 32" if fallen else ""
 
 
-def _gefen_rules(tx: Any) -> Iterator[Mapping[str, Any]]:
-    """The arguments of every `scale_by_gefen` in an expression, in the order of the state's stages."""
+def _quantizing(tx: GradientTransformation) -> dict[str, Mapping[str, Any]]:
+    """The arguments of the stages that keep codes, by the names that their states have in `flatten_state`."""
+    named: dict[str, Mapping[str, Any]] = {}
+    for recipe in _cores(tx):
+        number = sum(name.partition("#")[0] == recipe.name for name in named)
+        named[recipe.name if not number else f"{recipe.name}#{number + 1}"] = recipe.kwargs
+    return named
+
+
+def _cores(tx: Any) -> Iterator[Recipe]:
+    """The stages of an expression that keep codes, in the order of the state's stages."""
     recipe = getattr(getattr(tx, "update", None), "recipe", None)
     if isinstance(recipe, Recipe):
-        if recipe.name == "scale_by_gefen":
-            yield recipe.kwargs
+        if recipe.name in ("scale_by_gefen", "scale_by_muon"):
+            yield recipe
         for inner in inner_of(recipe):
-            yield from _gefen_rules(inner)
+            yield from _cores(inner)
