@@ -4,7 +4,6 @@ Members send each other the sums of the maximal complete subtrees of their rows,
 finishes the tree; so the bits of a mean do not depend on where the cuts are.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,12 +19,12 @@ Node = tuple[int, int]
 Range = tuple[int, int]
 
 
-class Columns(NamedTuple):
-    """Column means after a step.
+class Edge(NamedTuple):
+    """A tile that is not all held here, after a step.
 
     Attributes:
-        col: fp32 `[.., R, W]`, what is stored here.
-        means: fp32 `[.., n, C]`, for each tile of which rows are held here.
+        col: fp32 `[.., rows held here, W]`, the column means stored in them.
+        means: fp32 `[.., 1, C]`, of all columns.
     """
 
     col: Tensor
@@ -33,7 +32,7 @@ class Columns(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """A tile of which rows are held here.
+    """A tile of which some rows are held here, and some by others.
 
     Attributes:
         top: the first of them, among all rows held here.
@@ -54,15 +53,9 @@ class _Cut(NamedTuple):
         """The other members that hold rows."""
         return [m for m in self.parts if m != self.own]
 
-    @property
-    def stored(self) -> slice:
-        """Where its means stored here lie, among all rows held here."""
-        low, high = self.slots[self.own]
-        return slice(self.top, self.top + high - low)
 
-
-def finish_columns(tiles: Tiles, rows: Rows, square: Tensor, col: Tensor, b2: Scalar) -> Program[Columns]:
-    """The new column means of a leaf: out go partial sums, back come finished means.
+def finish_columns(tiles: Tiles, rows: Rows, square: Tensor, col: Tensor, b2: Scalar) -> Program[dict[int, Edge]]:
+    """The new column means of the tiles that are cut: out go partial sums, back come finished means.
 
     Args:
         tiles: of the leaf.
@@ -70,40 +63,43 @@ def finish_columns(tiles: Tiles, rows: Rows, square: Tensor, col: Tensor, b2: Sc
         square: fp32 `[.., R, C]`, the squares of the rows held here.
         col: fp32 `[.., R, W]`, the means stored here.
         b2: their decay.
+
+    Returns:
+        By the tile's place among those of which rows are held here.
     """
-    cuts = list(_cuts(tiles, rows))
+    cuts = [_cut(tiles, rows, n) for n in tiles.cut]
     lead, out, back = square.shape[:-2], Parcel(rows.group, col.device), Parcel(rows.group, col.device)
     sums = [_packed_sums(tiles, cut, square) for cut in cuts]
     del square  # as large as the leaf, and all leaves wait here together
     for cut, own in zip(cuts, sums, strict=True):
         _send_sums(out, cut, own, lead, tiles.slots)
     came = yield out
-    new = torch.zeros_like(col)
+    stored = []
     for cut, own in zip(cuts, sums, strict=True):
         nodes = {node: _rows(x, cut.slots[cut.own]) for node, x in own.items()}
         nodes.update({node: next(came[m]) for m in cut.others for node in subtrees(*cut.parts[m])})
         mean = finish(nodes, cut.height)
-        mean = mean / lengths((cut.height,), mean)
-        new[..., cut.stored, :] = moving_average(b2, col[..., cut.stored, :], mean)
-        _send_means(back, cut, new[..., cut.stored, :], lead, tiles.slots)
+        old = col[..., cut.top : cut.top + mean.shape[-2], :]
+        stored.append(moving_average(b2, old, mean / lengths((cut.height,), mean)))
+        _send_means(back, cut, stored[-1], lead, tiles.slots)
     came = yield back
-    packed = col.new_zeros((*lead, len(cuts), tiles.packed, tiles.slots))
-    for n, cut in enumerate(cuts):
+    edges = {}
+    for n, cut, own in zip(tiles.cut, cuts, stored, strict=True):
+        packed = col.new_zeros((*lead, 1, tiles.packed, tiles.slots))
         for m, (low, high) in cut.slots.items():
-            packed[..., n, low:high, :] = new[..., cut.stored, :] if m == cut.own else next(came[m])
-    return Columns(new, tiles.unpack(packed))
+            packed[..., 0, low:high, :] = own if m == cut.own else next(came[m])
+        first, last = cut.parts[cut.own]
+        below = own.new_zeros((*lead, last - first - own.shape[-2], tiles.slots))
+        edges[n] = Edge(torch.cat([own, below], -2), tiles.unpack(packed))
+    return edges
 
 
-def _cuts(tiles: Tiles, rows: Rows) -> Iterator[_Cut]:
-    top = 0
-    for k, height in enumerate(tiles.heights, tiles.first):
-        held = {
-            m: (max(a - k * tiles.height, 0), min(b - k * tiles.height, height)) for m, (a, b) in enumerate(rows.ranges)
-        }
-        parts = {m: (a, b) for m, (a, b) in held.items() if a < b}
-        slots = {m: (min(a, tiles.packed), min(b, tiles.packed)) for m, (a, b) in parts.items()}
-        yield _Cut(top, height, rows.own, parts, slots)
-        top += parts[rows.own][1] - parts[rows.own][0]
+def _cut(tiles: Tiles, rows: Rows, n: int) -> _Cut:
+    top, height = (tiles.first + n) * tiles.height, tiles.heights[n]
+    held = {m: (max(a - top, 0), min(b - top, height)) for m, (a, b) in enumerate(rows.ranges)}
+    parts = {m: (a, b) for m, (a, b) in held.items() if a < b}
+    slots = {m: (min(a, tiles.packed), min(b, tiles.packed)) for m, (a, b) in parts.items()}
+    return _Cut(tiles.tops[n], height, rows.own, parts, slots)
 
 
 def _packed_sums(tiles: Tiles, cut: _Cut, square: Tensor) -> dict[Node, Tensor]:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from gefen_fn.blocks import LeafLayout
-from gefen_fn.cut_tiles import Columns, finish_columns
+from gefen_fn.cut_tiles import Edge, finish_columns
 from gefen_fn.exchange import Program
 from gefen_fn.scalar import Scalar, moving_average
 from gefen_fn.shards import zeros_placed
@@ -20,6 +21,8 @@ from gefen_fn.tree import StructureError
 from gefen_kernels import reference
 
 _SHORTEST_SIDE = 32
+
+Edges = dict[int, Edge]
 
 
 def _check_shapes(nu: Any, *shapes: Sequence[int]) -> None:
@@ -173,31 +176,38 @@ class Factored:
         """Row and column means in the shapes of `FactoredState`."""
         _check_shapes(nu, *self._shapes(layout))
 
-    def share(self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout) -> Program[Columns] | None:
-        """The new column means, for a leaf that has tiles cut by shards; None for any other."""
+    def share(self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout) -> Program[Edges] | None:
+        """The new column means of cut tiles, for a leaf that has such anywhere; None for any other."""
         tiles = self.tiles(layout)
         if tiles.rows is None:
             return None
         return finish_columns(tiles, tiles.rows, (g * g).reshape(layout.unflattened.matrix), nu.col, b2)
 
     def update(
-        self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout, shared: Columns | None = None
+        self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout, shared: Edges | None = None
     ) -> tuple[Tensor, FactoredState]:
         """EMAs of the row and column means of `g^2`; the root is a product of two vectors' roots."""
         self.check(nu, layout)
         tiles = self.tiles(layout)
         square = (g * g).reshape(layout.unflattened.matrix)
         row = moving_average(b2, nu.row, tiles.row_means(square))
-        col, columns = shared or _own_columns(tiles, square, nu.col, b2)
+        col, columns = _columns(tiles, square, nu.col, b2, shared or {})
         scaled = columns / tiles.across(tiles.normalisers(columns))
         root = tiles.across(reference.root(row)) * tiles.down(reference.root(scaled))
         return root.reshape(g.shape), FactoredState(row, col)
 
 
-def _own_columns(tiles: Tiles, square: Tensor, col: Tensor, b2: Scalar) -> Columns:
-    """The new column means where no tile is cut."""
-    new = moving_average(b2, col, tiles.stack(tiles.pack(tiles.column_means(square))))
-    return Columns(new, tiles.unpack(tiles.unstack(new)))
+def _columns(tiles: Tiles, square: Tensor, col: Tensor, b2: Scalar, edges: Edges) -> tuple[Tensor, Tensor]:
+    """New column means: `[.., R, W]` as they are stored, and `[.., n, C]` of each tile; those of edges are given."""
+    own, above = tiles.complete, edges[0].col.shape[-2] if 0 in edges else 0
+    rows = slice(above, above + sum(own.heights))
+    new = moving_average(b2, col[..., rows, :], own.stack(own.pack(own.column_means(square[..., rows, :]))))
+    means = own.unpack(own.unstack(new))
+    if not edges:
+        return new, means
+    head, tail = ([edge for n, edge in edges.items() if (n == 0) is first] for first in (True, False))
+    kept = torch.cat([*(edge.col for edge in head), new, *(edge.col for edge in tail)], -2)
+    return kept, torch.cat([*(edge.means for edge in head), means, *(edge.means for edge in tail)], -2)
 
 
 DEFAULT_SECOND_MOMENT = Factored(tile=(128, 256))

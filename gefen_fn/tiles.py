@@ -1,5 +1,6 @@
 """The tiles of a factored second moment, in the part of a leaf that is held here."""
 
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,23 @@ class Tiles(NamedTuple):
         return (*lead, len(self.widths)), (*lead, self.slots)
 
     @property
+    def tops(self) -> tuple[int, ...]:
+        """Where each tile begins among the rows held here."""
+        return tuple(sum(b - a for a, b in self.parts[:n]) for n in range(len(self.parts)))
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """Which of these tiles are not all held here: the first and the last at most."""
+        return tuple(n for n, part in enumerate(self.parts) if part != (0, self.heights[n]))
+
+    @property
+    def complete(self) -> "Tiles":
+        """Those that are all held here."""
+        kept = [n for n in range(len(self.parts)) if n not in self.cut]
+        parts, heights = (tuple(x[n] for n in kept) for x in (self.parts, self.heights))
+        return self._replace(parts=parts, heights=heights, first=self.first + (kept[0] if kept else 0), rows=None)
+
+    @property
     def slots(self) -> int:
         """Columns of the packed means: `ceil(C / Q)`."""
         return -(-sum(self.widths) // self.packed)
@@ -86,7 +104,7 @@ class Tiles(NamedTuple):
         return self.row_means(columns).clamp(min=_TINY)
 
     def column_means(self, square: Tensor) -> Tensor:
-        """`[.., R, C]` -> `[.., row tiles, C]`, where no tile is cut."""
+        """`[.., R, C]` -> `[.., row tiles, C]`, where all tiles are complete."""
         count, columns = len(self.heights), square.shape[-1]
         if not count:
             return square
@@ -107,7 +125,7 @@ class Tiles(NamedTuple):
         return columns[..., : sum(self.widths)]
 
     def stack(self, slots: Tensor) -> Tensor:
-        """Packed means in the rows of their tile, zeros below: `[.., n, Q, W]` -> `[.., R, W]`, where none is cut."""
+        """Packed means in the rows of their tiles, all complete, zeros below: `[.., n, Q, W]` -> `[.., R, W]`."""
         stacked = slots.reshape(*slots.shape[:-3], len(self.parts) * self.packed, self.slots)
         return F.pad(stacked, (0, 0, 0, sum(self.heights) - stacked.shape[-2]))
 
@@ -149,5 +167,12 @@ def _tile_sums(x: Tensor, width: int) -> Tensor:
 
 
 def lengths(values: tuple[int, ...], like: Tensor) -> Tensor:
-    """A divisor for each tile: a tensor, because CUDA multiplies by the reciprocal of a Python number."""
-    return torch.tensor(values, dtype=torch.float32, device=like.device)
+    """A divisor for each tile: a tensor, because CUDA multiplies by the reciprocal of a Python number.
+
+    Filled where it is used: nothing may be copied from the host while a GPU captures.
+    """
+    out = torch.empty(len(values), dtype=torch.float32, device=like.device)
+    runs = [(value, len(list(run))) for value, run in groupby(values)]
+    for part, (value, _) in zip(out.split([count for _, count in runs]), runs, strict=True):
+        part.fill_(value)
+    return out
