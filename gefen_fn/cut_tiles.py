@@ -84,13 +84,13 @@ def finish_columns(tiles: Tiles, rows: Rows, square: Tensor, col: Tensor, b2: Sc
         _send_means(back, cut, stored[-1], lead, tiles.slots)
     came = yield back
     edges = {}
-    for n, cut, own in zip(tiles.cut, cuts, stored, strict=True):
+    for n, cut, mine in zip(tiles.cut, cuts, stored, strict=True):
         packed = col.new_zeros((*lead, 1, tiles.packed, tiles.slots))
         for m, (low, high) in cut.slots.items():
-            packed[..., 0, low:high, :] = own if m == cut.own else next(came[m])
+            packed[..., 0, low:high, :] = mine if m == cut.own else next(came[m])
         first, last = cut.parts[cut.own]
-        below = own.new_zeros((*lead, last - first - own.shape[-2], tiles.slots))
-        edges[n] = Edge(torch.cat([own, below], -2), tiles.unpack(packed))
+        below = mine.new_zeros((*lead, last - first - mine.shape[-2], tiles.slots))
+        edges[n] = Edge(torch.cat([mine, below], -2), tiles.unpack(packed))
     return edges
 
 
