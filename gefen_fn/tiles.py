@@ -87,7 +87,7 @@ class Tiles(NamedTuple):
     def complete(self) -> "Tiles":
         """Those that are all held here."""
         kept = [n for n in range(len(self.parts)) if n not in self.cut]
-        parts, heights = (tuple(x[n] for n in kept) for x in (self.parts, self.heights))
+        parts, heights = tuple(self.parts[n] for n in kept), tuple(self.heights[n] for n in kept)
         return self._replace(parts=parts, heights=heights, first=self.first + (kept[0] if kept else 0), rows=None)
 
     @property
@@ -173,6 +173,6 @@ def lengths(values: tuple[int, ...], like: Tensor) -> Tensor:
     """
     out = torch.empty(len(values), dtype=torch.float32, device=like.device)
     runs = [(value, len(list(run))) for value, run in groupby(values)]
-    for part, (value, _) in zip(out.split([count for _, count in runs]), runs, strict=True):
+    for part, (value, _) in zip(torch.split(out, [count for _, count in runs]), runs, strict=True):
         part.fill_(value)
     return out
