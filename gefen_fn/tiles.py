@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gefen_fn.blocks import LeafLayout
-from gefen_fn.shards import Rows
+from gefen_fn.shards import Peers
 from gefen_fn.tree import StructureError
 from gefen_kernels import reference
 
@@ -26,7 +26,7 @@ class Tiles(NamedTuple):
         width: nominal columns of a tile.
         packed: Q, the rows over which a tile's column means are laid.
         first: number of the first of these tiles.
-        rows: who holds which rows, if a tile is cut by an edge between two parts, anywhere; else None.
+        peers: who holds which rows, if a tile is cut by an edge between two parts, anywhere; else None.
     """
 
     parts: tuple[tuple[int, int], ...]
@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
     width: int
     packed: int
     first: int
-    rows: Rows | None
+    peers: Peers | None
 
     @classmethod
     def of(cls, sides: tuple[int | None, int | None], layout: LeafLayout) -> "Tiles":
@@ -66,7 +66,7 @@ class Tiles(NamedTuple):
             width,
             packed,
             touched[0] if touched else 0,
-            layout.piece.rows(axis) if edges - {top for top, _ in tiles} else None,
+            layout.piece.peers(frozenset((axis,))) if edges - {top for top, _ in tiles} else None,
         )
 
     def shapes(self, lead: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -88,7 +88,7 @@ class Tiles(NamedTuple):
         """Those that are all held here."""
         kept = [n for n in range(len(self.parts)) if n not in self.cut]
         parts, heights = tuple(self.parts[n] for n in kept), tuple(self.heights[n] for n in kept)
-        return self._replace(parts=parts, heights=heights, first=self.first + (kept[0] if kept else 0), rows=None)
+        return self._replace(parts=parts, heights=heights, first=self.first + (kept[0] if kept else 0), peers=None)
 
     @property
     def slots(self) -> int:
