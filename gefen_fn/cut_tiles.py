@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gefen_fn.exchange import Parcel, Program
 from gefen_fn.scalar import Scalar, moving_average
-from gefen_fn.shards import Rows
 from gefen_fn.tiles import Tiles, lengths
 from gefen_kernels import reference
 
@@ -54,12 +53,12 @@ class _Cut(NamedTuple):
         return [m for m in self.parts if m != self.own]
 
 
-def finish_columns(tiles: Tiles, rows: Rows, square: Tensor, col: Tensor, b2: Scalar) -> Program[dict[int, Edge]]:
+def finish_columns(tiles: Tiles, axis: int, square: Tensor, col: Tensor, b2: Scalar) -> Program[dict[int, Edge]]:
     """The new column means of the tiles that are cut: out go partial sums, back come finished means.
 
     Args:
         tiles: of the leaf.
-        rows: who holds which rows.
+        axis: of the rows.
         square: fp32 `[.., R, C]`, the squares of the rows held here.
         col: fp32 `[.., R, W]`, the means stored here.
         b2: their decay.
@@ -67,8 +66,10 @@ def finish_columns(tiles: Tiles, rows: Rows, square: Tensor, col: Tensor, b2: Sc
     Returns:
         By the tile's place among those of which rows are held here.
     """
-    cuts = [_cut(tiles, rows, n) for n in tiles.cut]
-    lead, out, back = square.shape[:-2], Parcel(rows.group, col.device), Parcel(rows.group, col.device)
+    cuts = [_cut(tiles, axis, n) for n in tiles.cut]
+    assert tiles.peers is not None  # asked of leaves with cut tiles alone
+    lead, group = square.shape[:-2], tiles.peers.group
+    out, back = Parcel(group, col.device), Parcel(group, col.device)
     sums = [_packed_sums(tiles, cut, square) for cut in cuts]
     del square  # as large as the leaf, and all leaves wait here together
     for cut, own in zip(cuts, sums, strict=True):
@@ -94,12 +95,14 @@ def finish_columns(tiles: Tiles, rows: Rows, square: Tensor, col: Tensor, b2: Sc
     return edges
 
 
-def _cut(tiles: Tiles, rows: Rows, n: int) -> _Cut:
+def _cut(tiles: Tiles, axis: int, n: int) -> _Cut:
+    assert tiles.peers is not None  # asked of leaves with cut tiles alone
     top, height = (tiles.first + n) * tiles.height, tiles.heights[n]
-    held = {m: (max(a - top, 0), min(b - top, height)) for m, (a, b) in enumerate(rows.ranges)}
+    ranges = {m: box[axis] for m, box in sorted(tiles.peers.boxes.items())}
+    held = {m: (max(a - top, 0), min(b - top, height)) for m, (a, b) in ranges.items()}
     parts = {m: (a, b) for m, (a, b) in held.items() if a < b}
     slots = {m: (min(a, tiles.packed), min(b, tiles.packed)) for m, (a, b) in parts.items()}
-    return _Cut(tiles.tops[n], height, rows.own, parts, slots)
+    return _Cut(tiles.tops[n], height, tiles.peers.own, parts, slots)
 
 
 def _packed_sums(tiles: Tiles, cut: _Cut, square: Tensor) -> dict[Node, Tensor]:
@@ -115,7 +118,7 @@ def _send_sums(parcel: Parcel, cut: _Cut, sums: dict[Node, Tensor], lead: torch.
     low, high = cut.slots[cut.own]
     for m in cut.others:
         parcel.send[m] += [_rows(x, cut.slots[m]) for x in sums.values()]
-        parcel.expect[m] += [(*lead, high - low, width)] * len(subtrees(*cut.parts[m]))
+        parcel.expect[m] += [((*lead, high - low, width), torch.float32)] * len(subtrees(*cut.parts[m]))
 
 
 def _send_means(parcel: Parcel, cut: _Cut, own: Tensor, lead: torch.Size, width: int) -> None:
@@ -123,7 +126,7 @@ def _send_means(parcel: Parcel, cut: _Cut, own: Tensor, lead: torch.Size, width:
     for m in cut.others:
         low, high = cut.slots[m]
         parcel.send[m].append(own)
-        parcel.expect[m].append((*lead, high - low, width))
+        parcel.expect[m].append(((*lead, high - low, width), torch.float32))
 
 
 def _rows(x: Tensor, at: Range) -> Tensor:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 Result = TypeVar("Result")
+Form = tuple[tuple[int, ...], torch.dtype]
 
 
 @dataclass
@@ -23,42 +24,42 @@ class Parcel:
     Attributes:
         group: the process group.
         device: where the tensors are.
-        dtype: of the tensors, both ways.
         send: tensors for each member.
-        expect: shapes of the tensors that each member sends.
+        expect: shapes and dtypes of the tensors that each member sends.
     """
 
     group: Any
     device: torch.device
-    dtype: torch.dtype = torch.float32
     send: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    expect: defaultdict[int, list[tuple[int, ...]]] = field(default_factory=lambda: defaultdict(list))
+    expect: defaultdict[int, list[Form]] = field(default_factory=lambda: defaultdict(list))
 
     def bytes_for(self, member: int) -> Tensor:
         """All that goes to a member."""
-        parts = [x.to(self.dtype).reshape(-1) for x in self.send[member]]
-        return torch.cat(parts).view(torch.uint8) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
+        parts = [x.contiguous().reshape(-1).view(torch.uint8) for x in self.send[member]]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def bytes_from(self, member: int) -> int:
         """The size of all that comes from a member."""
-        return sum(_numel(shape) for shape in self.expect[member]) * self.dtype.itemsize
+        return sum(map(_size, self.expect[member]))
 
     def opened(self, came: Mapping[int, Tensor]) -> "Answer":
-        """What came from each member, in the shapes announced."""
-        return {m: iter(self._split(self.expect[m], raw)) for m, raw in came.items()}
-
-    def _split(self, shapes: Sequence[tuple[int, ...]], raw: Tensor) -> list[Tensor]:
-        # A parcel need not begin at a multiple of its own entries.
-        parts = torch.split(raw.clone().view(self.dtype), [_numel(shape) for shape in shapes])
-        return [x.reshape(shape) for x, shape in zip(parts, shapes, strict=True)]
+        """What came from each member, in the forms announced."""
+        return {m: iter(_split(self.expect[m], raw)) for m, raw in came.items()}
 
 
 Answer = dict[int, Iterator[Tensor]]
 Program = Generator[Parcel, Answer, Result]
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
+def _size(form: Form) -> int:
+    shape, dtype = form
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _split(forms: Sequence[Form], raw: Tensor) -> list[Tensor]:
+    # Copied, because a tensor need not begin at a multiple of its own entries.
+    parts = torch.split(raw, [_size(form) for form in forms])
+    return [x.clone().view(dtype).reshape(shape) for x, (shape, dtype) in zip(parts, forms, strict=True)]
 
 
 def run_together(programs: Sequence[Program[Result] | None]) -> list[Result | None]:

@@ -179,9 +179,10 @@ class Factored:
     def share(self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout) -> Program[Edges] | None:
         """The new column means of cut tiles, for a leaf that has such anywhere; None for any other."""
         tiles = self.tiles(layout)
-        if tiles.rows is None:
+        if tiles.peers is None:
             return None
-        return finish_columns(tiles, tiles.rows, (g * g).reshape(layout.unflattened.matrix), nu.col, b2)
+        at = layout.unflattened
+        return finish_columns(tiles, at.start - 1, (g * g).reshape(at.matrix), nu.col, b2)
 
     def update(
         self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout, shared: Edges | None = None

@@ -4,7 +4,8 @@ A DTensor is computed on as the plain tensor of its own part; what that part mus
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,16 +15,16 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Who holds which rows of a leaf that is cut along them.
+class Peers:
+    """The members that hold a leaf between them, as far as it is cut along some axes.
 
     Attributes:
-        ranges: `(first, last + 1)` of each member of the group.
+        boxes: the `(first, last + 1)` of each axis of each member's part, by its place in the group.
         own: this member's place in the group.
-        group: the process group whose members hold the leaf's rows between them.
+        group: the process group; members of it that are no peers have no box.
     """
 
-    ranges: tuple[tuple[int, int], ...]
+    boxes: Mapping[int, tuple[tuple[int, int], ...]]
     own: int
     group: Any
 
@@ -55,12 +56,14 @@ class Piece:
 
     def edges(self, axis: int) -> set[int]:
         """Where the parts of all members end along an axis, the end of the leaf left out."""
-        rows = self.rows(axis)
-        return set() if rows is None else {last for _, last in rows.ranges} - {self.whole[axis], 0}
+        peers = self.peers(frozenset((axis,)))
+        return set() if peers is None else {box[axis][1] for box in peers.boxes.values()} - {self.whole[axis], 0}
 
-    def rows(self, axis: int) -> Rows | None:
-        """Who holds which indices of an axis; None if it is not cut."""
-        return _rows(self.whole, self.mesh, self.placements, axis) if axis in self.axes else None
+    def peers(self, axes: frozenset[int]) -> Peers | None:
+        """Who holds the other parts along these axes; None if none of them is cut, or the leaf lives elsewhere."""
+        if not axes & self.axes or self.mesh.get_coordinate() is None:
+            return None
+        return _peers(self.whole, self.mesh, self.placements, axes & self.axes)
 
 
 def is_sharded(x: Any) -> bool:
@@ -107,18 +110,18 @@ def _part(
 
 
 @functools.lru_cache(maxsize=4096)
-def _rows(whole: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], axis: int) -> Rows:
-    over = [d for d, p in enumerate(placements) if not p.is_replicate() and p.dim == axis and mesh.shape[d] > 1]
-    group, own = mesh_group(mesh, over), list(mesh.get_coordinate())
-    places = {}
-    for at in torch.cartesian_prod(*(torch.arange(mesh.shape[d]) for d in over)).reshape(-1, len(over)).tolist():
-        for d, i in zip(over, at, strict=True):
-            own[d] = i
-        shape, offset = _part(whole, mesh, placements, own)
-        places[int(mesh.mesh[tuple(own)])] = (offset[axis], offset[axis] + shape[axis])
+def _peers(whole: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], axes: frozenset[int]) -> Peers:
+    over = [d for d, p in enumerate(placements) if not p.is_replicate() and p.dim in axes and mesh.shape[d] > 1]
+    group, coordinate = mesh_group(mesh, over), list(mesh.get_coordinate())
     members = dist.get_process_group_ranks(group)
-    ranges = tuple(places.get(member, (0, 0)) for member in members)
-    return Rows(ranges, members.index(dist.get_rank()), group)
+    boxes = {}
+    for at in itertools.product(*(range(mesh.shape[d]) for d in over)):
+        for d, i in zip(over, at, strict=True):
+            coordinate[d] = i
+        shape, offset = _part(whole, mesh, placements, coordinate)
+        box = tuple((first, first + length) for first, length in zip(offset, shape, strict=True))
+        boxes[members.index(int(mesh.mesh[tuple(coordinate)]))] = box
+    return Peers(boxes, members.index(dist.get_rank()), group)
 
 
 def mesh_group(mesh: Any, over: Sequence[int]) -> Any:
