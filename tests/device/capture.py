@@ -3,24 +3,29 @@
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
-from gefen_fn import Block, Dense, Factored
+from gefen_fn import Block, Dense, Factored, flatten_state
 from gefen_kernels import triton_step
 from gefen_kernels.step import SCALARS, Leaf
 from gefen_nn import Gefen
+from tests import test_capture as whole
 from tests import test_triton_step as cases
-from tests.device.checks import Checks, Skip, difference
+from tests.device.checks import Checks, difference
 from tests.device.parity_optimizer import on, tensors
 
 _SHAPES = [(300, 520), (2, 64, 150), (64, 65), (700,)]
 
 
 def capture(checks: Checks) -> None:
-    """`run_step` for every policy; whole optimizers refuse."""
+    """`run_step` for every policy, then whole optimizers."""
     for policy in (Factored((128, 256)), Factored(), Block(), Dense()):
         for options in ({}, {"drive": "m_hat", "negate": True, "scaled": True}):
             checks.make(f"{policy} {options or ''}", lambda p=policy, o=options: _replayed(p, o))
-    checks.make("a whole optimizer", _whole)
+    for name, make in whole.LIVE.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            checks.make(f"optimizer, {name} {dtype}", lambda m=make, d=dtype: _trained(m, d))
+    checks.make("a step captured too early", _too_early)
 
 
 def _leaves(policy: Any) -> list[Leaf]:
@@ -68,10 +73,47 @@ def _captured(plan: Any, grads: Any, scalars: torch.Tensor, book: torch.Tensor, 
     return graph
 
 
-def _whole() -> dict[str, Any]:
-    p = torch.nn.Parameter(torch.zeros(64, 256, device="cuda"))
+def _trained(make: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """Three usual steps and four replays, with other numbers and gradients each time, against seven usual steps."""
+    (ours, first), (theirs, second) = (_optimizer(make, dtype) for _ in range(2))
+    graph, torch_graph = None, torch.cuda.CUDAGraph()
+    for t in range(7):
+        for params, optimizer in ((ours, first), (theirs, second)):
+            whole.change(optimizer, t)
+            for i, (_, p) in enumerate(params):
+                p.grad.copy_(cases.noise(p.shape, 10 * t + i, dtype))
+        second.step()
+        if t < 3:
+            first.step()
+            continue
+        if graph is None:
+            with torch.cuda.graph(torch_graph):
+                first.step()
+            graph = torch_graph
+        graph.replay()
+    torch.cuda.synchronize()
+    pairs = [
+        {k: x.detach().cpu() for k, x in (dict(params) | flatten_state(optimizer.state_tree())).items()}
+        for params, optimizer in ((ours, first), (theirs, second))
+    ]
+    return difference(*pairs)
+
+
+def _optimizer(make: Any, dtype: torch.dtype) -> tuple[list[Any], Any]:
+    named = enumerate(whole.SHAPES.items())
+    params = [(name, Parameter(cases.noise(shape, 50 + i, dtype).cuda())) for i, (name, shape) in named]
+    for _, p in params:
+        p.grad = torch.zeros_like(p)
+    return params, make(params, capturable=True)
+
+
+def _too_early() -> dict[str, Any]:
+    p = Parameter(torch.zeros(64, 256, device="cuda"))
+    p.grad = torch.ones_like(p)
+    optimizer = Gefen([p], capturable=True)
     try:
-        Gefen([p], capturable=True)
-    except ValueError as error:
-        raise Skip(f"refused by design: {error}") from error
-    return {"passed": False, "reason": "capturable=True was accepted: write a check for it here"}
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            optimizer.step()
+    except RuntimeError as error:
+        return {"passed": "take one step first" in str(error), "reason": str(error)}
+    return {"passed": False, "reason": "a first step was captured"}
