@@ -12,6 +12,8 @@
   a `LoadReport`.
 - `route` says which parameters of a model `GefenMuon` gives to Muon and why: a `Routing` of `RoutedLeaf` rows, with a
   `Choice` for each parameter, which may be given back as `rules`.
+- `save`, `save_async` and `load` keep a whole run in a folder, on one process or many, and move it to another number;
+  `OptimizerState` and, for users of `gefen_fn`, `StateTree` are what torch.distributed.checkpoint takes.
 - A state that does not fit raises `CheckpointError`, and nothing is changed; `GroupFailure` is raised where another
   process of the group failed.
 - `gefen` is the command line: `gefen demo`.
@@ -19,11 +21,13 @@
 
 import gefen_fn
 from gefen_nn.checkpoint import LoadReport
+from gefen_nn.dcp import OptimizerState, StateTree
 from gefen_nn.errors import CheckpointError, GroupFailure
 from gefen_nn.muon import GefenMuon, Muon
 from gefen_nn.optimizer import TransformOptimizer
 from gefen_nn.presets import Gefen
 from gefen_nn.route import Choice, RoutedLeaf, Routing, route
+from gefen_nn.saves import load, save, save_async
 
 __version__ = gefen_fn.__version__
 
@@ -35,8 +39,13 @@ __all__ = [
     "GroupFailure",
     "LoadReport",
     "Muon",
+    "OptimizerState",
     "RoutedLeaf",
     "Routing",
+    "StateTree",
     "TransformOptimizer",
+    "load",
     "route",
+    "save",
+    "save_async",
 ]

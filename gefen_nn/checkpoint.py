@@ -26,15 +26,17 @@ class Saved(NamedTuple):
 
 
 class LoadReport(NamedTuple):
-    """What a load that is not strict left out: `<parameter>: <key>`, `<parameter>` for all of it, or `group <n>: <key>`.
+    """What a load that is not strict left out: `<parameter>`, `<parameter>: <key>`, `group <n>: <key>`, or a path.
 
     Attributes:
         missing: kept as it was, for want of it in the file.
         unexpected: in the file, and not used.
+        extra: what else `gefen_nn.save` was given.
     """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
+    extra: Mapping[str, Any] = {}
 
 
 class Loaded(NamedTuple):
@@ -59,6 +61,7 @@ def read(
     state_dict: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     members: Sequence[Sequence[str]],
+    frozen: Collection[str] = (),
     strict: bool = True,
 ) -> Saved:
     """Sort a state dict by parameter name.
@@ -67,6 +70,7 @@ def read(
         state_dict: `{"state": ..., "param_groups": ...}` as `Optimizer.state_dict` makes it.
         groups: the target's groups.
         members: the names of each target group's parameters.
+        frozen: parameters that may be left out.
         strict: refuse names that do not match.
 
     Raises:
@@ -75,7 +79,7 @@ def read(
     _check_form(state_dict)
     for group in state_dict["param_groups"]:
         _check_fixed(group, groups[0])
-    names = _match(state_dict["param_groups"], members, "param_names" in groups[0], strict)
+    names = _match(state_dict["param_groups"], members, "param_names" in groups[0], frozen, strict)
     owner = {i: group for group in state_dict["param_groups"] for i in group["params"]}
     values = {name: {k: v for k, v in owner[i].items() if k not in _NOT_VALUES} for i, name in names.items()}
     stray = [i for i in state_dict["state"] if i not in names]
@@ -115,16 +119,21 @@ def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any]) -> None:
 
 
 def _match(
-    saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[str]], named: bool, strict: bool
+    saved: Sequence[Mapping[str, Any]],
+    members: Sequence[Sequence[str]],
+    named: bool,
+    frozen: Collection[str],
+    strict: bool,
 ) -> dict[Any, str]:
-    """The name of each saved index: the saved one where both sides have names, else that of the position."""
+    """The name of each saved index: itself, as torch's functions write it, or the saved name, else by position."""
     targets = [name for member in members for name in member]
     ids = [i for group in saved for i in group["params"]]
-    if set(ids) == set(targets) and all(isinstance(i, str) for i in ids):
-        return {i: i for i in ids}
-    if named and all("param_names" in group for group in saved):
+    if all(isinstance(i, str) for i in ids) and (named or set(ids) == set(targets)):
+        names = ids
+        _check_names(names, targets, frozen, strict)
+    elif named and all("param_names" in group for group in saved):
         names = [name for group in saved for name in group["param_names"]]
-        _check_names(names, targets, strict)
+        _check_names(names, targets, frozen, strict)
     else:
         names = targets
     if len(ids) != len(names):
@@ -132,8 +141,8 @@ def _match(
     return dict(zip(ids, names, strict=True))
 
 
-def _check_names(names: Sequence[str], targets: Sequence[str], strict: bool) -> None:
-    missing, extra = sorted(set(targets) - set(names)), sorted(set(names) - set(targets))
+def _check_names(names: Sequence[str], targets: Sequence[str], frozen: Collection[str], strict: bool) -> None:
+    missing, extra = sorted(set(targets) - set(names) - set(frozen)), sorted(set(names) - set(targets))
     twice = sorted({name for name in names if names.count(name) > 1})
     if (strict and (missing or extra)) or twice:
         compiled = not twice and {_uncompiled(name) for name in names} == {_uncompiled(name) for name in targets}
@@ -175,12 +184,21 @@ def restore(
             _check_keys(name, leaves, saved.get(name, {}))
         for key in leaves.keys() & saved.get(name, {}).keys():
             check_leaf(f"{name}: {key}", leaves[key], saved[name][key])
-    loaded = state_view.refill(state, names, [_load(slot, saved) for slot in state_view.slots(state, names)])
+    values = [_load(slot, saved) for slot in state_view.slots(state, names)]
+    return checked_codebooks(state, state_view.refill(state, names, values))
+
+
+def checked_codebooks(before: OptState, after: OptState) -> OptState:
+    """The state after a load, unless codes stand in it beside a codebook that they were not made with.
+
+    Raises:
+        CheckpointError: saying which of the two is missing.
+    """
     try:
-        check_codebooks(state, loaded)
+        check_codebooks(before, after)
     except StructureError as error:
         raise CheckpointError(str(error)) from error
-    return loaded
+    return after
 
 
 def _load(slot: state_view.Slot, saved: Mapping[str, Mapping[str, Tensor]]) -> Tensor | None:

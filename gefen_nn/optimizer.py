@@ -335,9 +335,9 @@ class TransformOptimizer(torch.optim.Optimizer):
         return loaded.report
 
     def _loaded(self, state_dict: dict[str, Any], strict: bool) -> checkpoint.Loaded:
-        saved = checkpoint.read(state_dict, self.param_groups, self._members(), strict)
-        own, seen = self._grown(self._tracked([name for name, leaves in saved.leaves.items() if leaves]))
         frozen = {name for name, p in self._named().items() if not p.requires_grad}
+        saved = checkpoint.read(state_dict, self.param_groups, self._members(), frozen, strict)
+        own, seen = self._grown(self._tracked([name for name, leaves in saved.leaves.items() if leaves]))
         state = checkpoint.restore(self._shown(own), seen.keys(), saved.leaves, frozen, strict)
         values = checkpoint.group_values(saved.values, self.param_groups, self._members(), self._check_group, strict)
         report = checkpoint.report(self._shown(own), seen.keys(), saved.leaves, values, self._keys)

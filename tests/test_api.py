@@ -103,6 +103,11 @@ ADAPTERS = {
     "ns_steps=5, normuon=False, quantize=True, betas=(0.9, 0.999), eps=1e-08, "
     "second_moment=Factored(tile=(128, 256)), b2_warmup=0.9, block=256, codebook='learned', rules=None, "
     "require_muon=True, sharded='auto', maximize=False, fused=None, error_if_nonfinite=False",
+    "save": "path, model, optimizer, **extra",
+    "save_async": "path, model, optimizer, **extra",
+    "load": "path, model, optimizer, strict=True",
+    "OptimizerState": "optimizer",
+    "StateTree": "state, params",
     "route": "model, rules=None, *, lr=0.001, backup='gefen'",
 }
 
