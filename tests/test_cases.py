@@ -26,6 +26,7 @@ from gefen_fn import (
     ema,
     flatten_state,
     gefen,
+    gefen_muon,
     inject_hyperparams,
     linear_schedule,
     lion,
@@ -192,6 +193,7 @@ SCHEDULED = {
     lion: ("learning_rate", "b1", "b2", "weight_decay"),
     gefen: ("learning_rate", "b1", "b2", "eps", "weight_decay", "b2_warmup"),
     sgd: ("learning_rate", "momentum"),
+    gefen_muon: ("learning_rate", "muon_learning_rate", "momentum", "weight_decay", "b1", "b2", "eps", "b2_warmup"),
 }
 ARGUMENTS = [(factory, name) for factory, names in SCHEDULED.items() for name in names]
 
@@ -199,7 +201,7 @@ ARGUMENTS = [(factory, name) for factory, names in SCHEDULED.items() for name in
 @pytest.mark.parametrize(("factory", "name"), ARGUMENTS, ids=[f"{f.__name__} {name}" for f, name in ARGUMENTS])
 def test_a_schedule_gives_at_each_step_the_bits_of_its_number_f8(factory, name):
     schedule, params = linear_schedule(0.3, 0.9, 3), {"w": noise(64, 72), "b": noise(5)}
-    fixed = {"learning_rate": 0.1} if factory in (adam, adamw, lion, gefen, sgd) else {}
+    fixed = {"learning_rate": 0.1} if factory in (adam, adamw, lion, gefen, gefen_muon, sgd) else {}
     direct, injected = (build(**{**fixed, name: schedule}) for build in (factory, inject_hyperparams(factory)))
     plain = factory(**{**fixed, name: schedule(0)}).init(params)
     states, outs = [direct.init(params), injected.init(params), plain], []

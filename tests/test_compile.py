@@ -15,6 +15,7 @@ from gefen_fn import (
     clip_by_global_norm,
     cosine_decay_schedule,
     gefen,
+    gefen_muon,
     inject_hyperparams,
     learn_codebook,
     lion,
@@ -36,6 +37,7 @@ EXPRESSIONS = {
     "masked": (lambda: masked(adamw(COSINE), {"w": True, "b": False}), 5),
     "partition": (lambda: partition({"x": sgd(COSINE), "y": adamw(COSINE)}, {"w": "x", "b": "y"}), 5),
     "lion": (lambda: lion(COSINE), 5),
+    "gefen_muon": (lambda: gefen_muon(COSINE, codebook="fixed", param_labels={"w": "muon", "b": "gefen"}), 5),
 }
 
 # Inductor's own imports warn of torch.jit.

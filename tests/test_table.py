@@ -13,13 +13,16 @@ from gefen_fn import (
     apply_updates,
     flatten_state,
     gefen,
+    gefen_muon,
     inject_hyperparams,
     lion,
     masked,
+    polynomial_schedule,
     sgd,
     unflatten_state,
 )
 
+RAMP = polynomial_schedule(0.8, 0.0, 2, 200)  # the size of an update of Muon does not follow the gradient's
 ROWS = {
     "sgd": (sgd, {"learning_rate": 0.2}),
     "sgd with momentum": (sgd, {"learning_rate": 0.05, "momentum": 0.9}),
@@ -31,6 +34,10 @@ ROWS = {
     "gefen, dense": (gefen, {"learning_rate": 0.05, "second_moment": Dense()}),
     "gefen, block": (gefen, {"learning_rate": 0.05, "second_moment": Block()}),
     "gefen, one tile": (gefen, {"learning_rate": 0.05, "second_moment": Factored()}),
+    "gefen_muon": (gefen_muon, {"learning_rate": RAMP}),
+    "gefen_muon, dense": (gefen_muon, {"learning_rate": RAMP, "quantize": False, "backup": "adamw"}),
+    "gefen_muon, NorMuon": (gefen_muon, {"learning_rate": RAMP, "normuon": "norm_kept", "coeffs": "tuned4"}),
+    "gefen_muon, NorMuon's paper": (gefen_muon, {"learning_rate": RAMP, "normuon": "paper", "codebook": "fixed"}),
 }
 every_row = pytest.mark.parametrize(("factory", "arguments"), ROWS.values(), ids=ROWS)
 

@@ -14,7 +14,10 @@ from gefen_fn import (
     Dense,
     Factored,
     GradientTransformation,
+    HeadRows,
+    MatrixAxes,
     MultiSteps,
+    QKHeads,
     adam,
     adamw,
     adaptive_grad_clip,
@@ -25,9 +28,11 @@ from gefen_fn import (
     clip,
     clip_by_block_rms,
     clip_by_global_norm,
+    clip_by_qk,
     ema,
     flatten_state,
     gefen,
+    gefen_muon,
     identity,
     inject_hyperparams,
     learn_codebook,
@@ -56,6 +61,8 @@ GIVEN = learn_codebook(torch.arange(1, 4097), zero=False, symmetric=False)
 # Two row tiles and two column tiles of the default policy, ragged blocks; and a dense leaf.
 SHAPES = {"w": (272, 300), "b": (5,)}
 ONLY_W = {"w": True, "b": False}
+MATRIX = {"w": "muon", "b": "gefen"}
+PARTS = {"w": MatrixAxes(0, 1, split=(128, 72, 72)), "b": None}
 
 
 def squared(updates, params):
@@ -74,6 +81,15 @@ def by_name(tx):
         return updates, flatten_state(state)
 
     return GradientTransformation(lambda params: flatten_state(tx.init(params)), update)
+
+
+def by_extra(tx):
+    """`tx` with its logits read off its gradients."""
+
+    def update(updates, state, params=None, **extra):
+        return tx.update(updates, state, params, max_logits=20 * updates["w"][:8, 0])
+
+    return GradientTransformation(tx.init, update)
 
 
 POLICIES = [Dense(), Block(), Factored(), Factored(tile=(128, 256))]
@@ -119,6 +135,11 @@ EXACT = {
     "adamw": lambda: adamw(0.1),
     "lion": lambda: lion(0.1),
     "gefen": lambda: gefen(RAMP, weight_decay=0.1, codebook="fixed"),
+    "gefen_muon": lambda: by_name(gefen_muon(RAMP, codebook="fixed", param_labels=MATRIX)),
+    "gefen_muon, NorMuon of parts": lambda: by_name(
+        gefen_muon(0.1, codebook="fixed", normuon="norm_kept", spec=PARTS, param_labels=MATRIX)
+    ),
+    "clip_by_qk": lambda: by_extra(clip_by_qk(10.0, {"w": QKHeads("", HeadRows(16), HeadRows(16, 128)), "b": None})),
 }
 # torch chooses the order of its own sums by shape, so these may differ in the last bits.
 SUMS = {
