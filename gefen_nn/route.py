@@ -73,7 +73,7 @@ def _owners(model: nn.Module | None) -> dict[Tensor, list[_Owner]]:
     """The modules that hold each parameter, all of them where it is tied."""
     found: dict[Tensor, list[_Owner]] = {}
     for path, module in () if model is None else model.named_modules(remove_duplicate=False):
-        for name, p in module.named_parameters(path, recurse=False, remove_duplicate=False):
+        for name, p in module.named_parameters(path, recurse=False):
             found.setdefault(p, []).append(_Owner(module, name))
     return found
 

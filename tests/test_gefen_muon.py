@@ -130,10 +130,10 @@ def test_groups_of_yours_step_as_one_optimizer_with_these_values_each():
 
 
 def test_a_group_added_later_is_split_by_shape_and_name_and_a_bad_one_leaves_nothing():
-    _, optimizer = stepped(1, rules={"late.weight": "gefen"})
+    model, optimizer = stepped(1, rules={"late.weight": "gefen"})
     late, head = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 64))
-    with pytest.raises(ValueError, match="lr"):
-        optimizer.add_param_group({"params": [("more.weight", head), ("late.weight", late)], "lr": -1.0})
+    with pytest.raises(ValueError, match=r"twice|more than one"):  # when Muon's part is in already
+        optimizer.add_param_group({"params": [("more.weight", head), ("body.0.bias", model.body[0].bias)]})
     assert len(optimizer.param_groups) == 2
     optimizer.add_param_group({"params": [("more.weight", late), ("late.weight", head)]})
     assert [(g["param_names"], g["rule"]) for g in optimizer.param_groups[2:]] == [
@@ -146,14 +146,25 @@ def test_a_group_added_later_is_split_by_shape_and_name_and_a_bad_one_leaves_not
     assert optimizer.routing().leaves[-1].path == "late.weight"
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
-)
-@pytest.mark.parametrize("make", [GefenMuon, lambda model: Muon(model.body[::2].parameters())], ids=["both", "alone"])
-def test_copies_go_on_to_the_bit(make, copied):
-    model = (
-        model_zoo.gpt2() if make is GefenMuon else Parts(body=nn.Sequential(linear(64, 96), nn.Tanh(), linear(96, 64)))
-    )
+def squeezed(pair):
+    return pickle.loads(pickle.dumps(pair))
+
+
+def weights():
+    torch.manual_seed(0)
+    return nn.Sequential(linear(64, 96), nn.Tanh(), linear(96, 64))
+
+
+MAKES = {
+    "both": (model_zoo.gpt2, lambda model: GefenMuon(model, muon_lr=0.02)),
+    "alone": (weights, lambda model: Muon(model.parameters())),
+}
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, squeezed])
+@pytest.mark.parametrize(("build", "make"), MAKES.values(), ids=MAKES)
+def test_copies_go_on_to_the_bit(build, make, copied):
+    model = build()
     optimizer = make(model)
     step(model, optimizer, 0)
     optimizer.param_groups[0]["lr"] = 0.03
@@ -161,8 +172,16 @@ def test_copies_go_on_to_the_bit(make, copied):
     step(model, optimizer, 1)
     step(twin, other, 1)
     assert same(bits(model), bits(twin))
-    if make is GefenMuon:
-        assert sorted(other.routing().leaves) == sorted(optimizer.routing().leaves)
+    assert not same(bits(model), bits(build()))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, squeezed])
+def test_copies_tell_the_same_reasons_and_give_later_parameters_the_same_rate(copied):
+    _, optimizer = stepped(1, muon_lr=0.02, rules={"body.2.weight": "gefen"})
+    other = copied(optimizer)
+    assert sorted(other.routing().leaves) == sorted(optimizer.routing().leaves)
+    other.add_param_group({"params": [("late.weight", nn.Parameter(torch.zeros(64, 64)))]})
+    assert (other.param_groups[-1]["lr"], len(optimizer.param_groups)) == (0.02, 2)
 
 
 @pytest.mark.parametrize("damage", [float("inf"), float("nan")])
