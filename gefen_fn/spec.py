@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from torch import Tensor
 from gefen_fn.base import Params
 from gefen_fn.blocks import LeafLayout, leaf_layout, start_axis
 from gefen_fn.combine import choices_of
+from gefen_fn.shards import Piece
 from gefen_fn.tree import Tree, readable, tree_leaves, tree_paths
 
 _SHORTEST_SIDE = 32
@@ -107,11 +109,10 @@ class Matrices:
         back = sorted(range(len(order)), key=order.__getitem__)
         return whole.reshape([self.shape[n] for n in order]).permute(back).contiguous()
 
-    def layout(self, block: int, *, flat: bool) -> LeafLayout:
+    def layout(self, block: int, piece: Piece, *, flat: bool) -> LeafLayout:
         """Where the blocks of the leaf's quantized momentum lie: behind the axes that number matrices and one more."""
-        own = leaf_layout(self.shape, block, flat=flat)
-        leading = self.batch == tuple(range(len(self.batch)))
-        return replace(own, start=len(self.batch) + 1) if leading and own.start and len(self.shape) > 1 else own
+        leading = self.batch == tuple(range(len(self.batch))) and len(self.shape) > 1
+        return leaf_layout(piece, block, flat=flat, start=len(self.batch) + 1 if leading else None)
 
     @property
     def _order(self) -> tuple[int, ...]:
@@ -195,9 +196,10 @@ def matrices(spec: Spec, updates: Tree, params: Params | None = None) -> list[Ma
         ValueError: naming the leaf, if its spec does not fit its shape, or it has none and is no matrix.
     """
     found: list[Matrices | None] = []
+    see = _checked if torch.compiler.is_compiling() else _known
     for index, (axes, x) in enumerate(zip(spec_of(spec, updates, params), tree_leaves(updates), strict=True)):
         try:
-            found.append(None if x is None else _checked(x.shape, axes))
+            found.append(None if x is None else see(x.shape, axes))
         except ValueError as error:
             path = readable(tree_paths(updates)[index])
             raise ValueError(f"Muon cannot take leaf `{path}`. {error}") from None
@@ -215,6 +217,9 @@ def _checked(shape: Sequence[int], axes: MatrixAxes | None) -> Matrices:
             "`spec=MatrixAxes(rows, cols)` which axes are its matrix."
         )
     return matrices_of(shape, default_axes(shape))
+
+
+_known = functools.lru_cache(maxsize=4096)(_checked)
 
 
 def check_rule(rule: Any) -> None:
