@@ -72,3 +72,30 @@ def test_what_autograd_or_torch_func_follows_takes_the_reference(monkeypatch):
     assert same(many[1], ops.moment(2 * g, *rest, block=256)[0])
     monkeypatch.setenv("GEFEN_REFERENCE", "1")
     assert same(many[0], ops.moment(g, *rest, block=256)[0])
+
+
+def test_codes_and_scales_may_be_written_where_they_were_read():
+    g, codes, absmax, *rest = given((1200, 300), 256, 1, BOOKS["zero"])
+    expected = ops.moment(g, codes, absmax, *rest, block=256)
+    for module in (ops, plain):
+        place = codes.clone(), absmax.clone()
+        got = module.moment(g, *place, *rest, block=256, out=place)
+        assert all(same(a, b) for a, b in zip(got, expected, strict=True))
+        assert got[1] is place[0] and got[2] is place[1]
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("decay", [None, 0.1, 0.0])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("shape", [(70, 2000), (3, 5), (0, 4)], ids=str)
+def test_a_descent_in_loops_gives_the_references_bits(shape, dtype, decay):
+    for other in FLOATS:
+        draws = torch.Generator().manual_seed(1)
+        p, d = torch.randn(shape, generator=draws).to(dtype), torch.randn(shape[::-1], generator=draws).to(other).T
+        one, two = p.clone(), p.clone()
+        ops.descend(one, d, 1.7, -0.3, decay)
+        plain.descend(two, d, 1.7, -0.3, decay)
+        assert torch.equal(one, two) and (torch.equal(one, p) == (not p.numel()))
+        assert one._version == 1

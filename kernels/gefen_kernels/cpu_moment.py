@@ -1,6 +1,6 @@
 """One step of a quantized moment on the CPU, as a pure operation: each gradient is read from memory once.
 
-It gives the bits of `reference.moment`, NaNs' payloads aside, whatever the number of threads.
+It gives the bits of `gefen_kernels.moment.moment`, NaNs' payloads aside, whatever the number of threads.
 """
 
 import numpy as np
@@ -35,12 +35,13 @@ def moment(
     start: int = 1,
     ties: reference.Ties = "zero",
     drive: str = "m",
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.moment`; takes what `supports` says."""
+    """See `gefen_kernels.moment.moment`; takes what `supports` says, and for `out` contiguous tensors."""
     g, codes, absmax = g.resolve_neg().contiguous(), codes.contiguous(), absmax.contiguous()
-    out = torch.empty_like(g, dtype=torch.float32), torch.empty_like(codes), torch.empty_like(absmax)
+    d, new = torch.empty_like(g, dtype=torch.float32), out or (torch.empty_like(codes), torch.empty_like(absmax))
     columns = int(np.prod(g.shape[start:], dtype=np.int64))
-    addresses = np.array([x.data_ptr() for x in (g, codes, absmax, *out)], np.int64)
+    addresses = np.array([x.data_ptr() for x in (g, codes, absmax, d, *new)], np.int64)
     numbers, code = (F32(decay), F32(rest)), tuple(codebook_table(codebook, ties))
     lie = (KINDS[g.dtype], columns, min(block, max(columns, 1)), _DRIVES[drive])
 
@@ -52,7 +53,7 @@ def moment(
     tasks = np.array([(first, min(first + _BLOCKS, total)) for first in range(0, total, _BLOCKS)], np.int64)
     if total:
         share(work, tasks, g.numel())
-    return out
+    return d, *new
 
 
 @inlined

@@ -1,4 +1,4 @@
-"""One step of a quantized moment, as a pure operation: decode, average, encode."""
+"""Parts of a step that some transforms take one by one: a quantized moment's average, and a parameter's move."""
 
 from typing import Literal
 
@@ -22,13 +22,14 @@ def moment(
     start: int = 1,
     ties: reference.Ties = "zero",
     drive: Drive = "m",
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The moment `m = decay m + rest g` of a leaf whose moment is kept as codes.
 
     Args:
         g: gradient of the leaf's shape, of any floating dtype.
-        codes: uint8 of the leaf's shape; not written to.
-        absmax: fp32 of `reference.scale_shape(g.shape, block, start)`; not written to.
+        codes: uint8 of the leaf's shape.
+        absmax: fp32 of `reference.scale_shape(g.shape, block, start)`.
         codebook: `[256]` fp32 levels.
         decay: weight of the old moment; fp32 where it is a tensor.
         rest: weight of the gradient, likewise.
@@ -36,6 +37,7 @@ def moment(
         start: first of the axes that are merged into columns.
         ties: as in `reference.nearest`.
         drive: what is returned: "m" before it is stored, "m_hat" as it is stored, or "ahead", `decay m_hat + rest g`.
+        out: where the new codes and scales are written, `(codes, absmax)` themselves or others; None for new tensors.
 
     Returns:
         `(d, codes, absmax)`: fp32 of the leaf's shape, and the new moment.
@@ -43,7 +45,23 @@ def moment(
     g = g.to(torch.float32)
     m = reference.decode(codes, absmax, codebook, block=block, start=start) * decay + g * rest
     codes, absmax = reference.encode(m, codebook, block=block, start=start, ties=ties)
+    if out is not None:
+        codes, absmax = out[0].copy_(codes), out[1].copy_(absmax)
     if drive == "m":
         return m, codes, absmax
     stored = reference.decode(codes, absmax, codebook, block=block, start=start)
     return (stored if drive == "m_hat" else stored * decay + g * rest), codes, absmax
+
+
+def descend(param: Tensor, direction: Tensor, scale: float, step: float, decay: float | None) -> None:
+    """`param + step (scale direction + decay param)` in place, in fp32 and rounded once to the parameter's dtype.
+
+    Args:
+        param: of any floating dtype.
+        direction: of its shape, of any floating dtype.
+        scale: of the direction; numbers are rounded to fp32.
+        step: the learning rate with its sign.
+        decay: of the weights; None adds nothing.
+    """
+    p, u = param.to(torch.float32), direction.to(torch.float32) * scale
+    param.copy_(p + (u if decay is None else u + p * decay) * step)

@@ -19,7 +19,6 @@ from gefen_kernels import moment as plain
 from gefen_kernels import reference
 
 _BACK_ENDS = {"cpu": ("numba", "gefen_kernels.cpu"), "cuda": ("triton", "gefen_kernels.triton_step")}
-_MOMENTS = {"cpu": ("numba", "gefen_kernels.cpu_moment")}
 
 
 def back_end(device: torch.device) -> ModuleType | None:
@@ -60,19 +59,25 @@ def moment(
     start: int = 1,
     ties: reference.Ties = "zero",
     drive: plain.Drive = "m",
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`gefen_kernels.moment.moment`, by a back end where there is one that takes these tensors."""
     given = (g, codes, absmax, codebook, decay, rest)
-    module = _moment_back_end(*(x for x in given if isinstance(x, Tensor)))
-    return (module or plain).moment(*given, block=block, start=start, ties=ties, drive=drive)  # type: ignore[no-any-return]
+    module = _part("moment", *(x for x in given if isinstance(x, Tensor)))
+    return module.moment(*given, block=block, start=start, ties=ties, drive=drive, out=out)  # type: ignore[no-any-return]
 
 
-def _moment_back_end(*tensors: Tensor) -> ModuleType | None:
-    if torch.compiler.is_compiling() or back_end(tensors[0].device) is None:
-        return None
-    needs = _MOMENTS.get(tensors[0].device.type)
-    module = None if needs is None else _load(*needs)
-    return module if module is not None and module.supports(*tensors) else None
+def descend(param: Tensor, direction: Tensor, scale: float, step: float, decay: float | None) -> None:
+    """`gefen_kernels.moment.descend`, by a back end where there is one that takes these tensors."""
+    _part("descent", param, direction).descend(param, direction, scale, step, decay)
+
+
+def _part(name: str, *tensors: Tensor) -> ModuleType:
+    """The module that does a part of a step on these tensors."""
+    if torch.compiler.is_compiling() or tensors[0].device.type != "cpu" or back_end(tensors[0].device) is None:
+        return plain
+    module = _load("numba", f"gefen_kernels.cpu_{name}")
+    return module if module is not None and module.supports(*tensors) else plain
 
 
 @functools.lru_cache
