@@ -35,7 +35,8 @@ class Parcel:
 
     def bytes_for(self, member: int) -> Tensor:
         """All that goes to a member."""
-        parts = [x.contiguous().reshape(-1).view(torch.uint8) for x in self.send[member]]
+        # A single entry counts as contiguous with any stride, but is seen as bytes with stride 1 only.
+        parts = [x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8) for x in self.send[member]]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def bytes_from(self, member: int) -> int:
