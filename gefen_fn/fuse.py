@@ -111,9 +111,10 @@ class Step:
         """The plan of the last step, if all that it rests on is the same and where it was."""
         stages = [_stage(part, state) for part in self.program.parts]
         own, forms = tree_parts(grads, params), [form_of(g) for g in leaves]
-        key = [*own, *(x for stage in stages for x in tree_leaves((stage.count, stage.mu, stage.nu)))]
-        key += [x for part in self.program.parts for x in tree_leaves(_drawn(part, state))]
-        facts = [*forms, *((x.data_ptr(), x.stride(), x.shape, x.dtype) for x in key if x is not None)]
+        kept = [x for stage in stages for x in tree_leaves((stage.count, stage.mu, stage.nu))]
+        kept += [x for part in self.program.parts for x in tree_leaves(_drawn(part, state))]
+        key, facts = [*own, *kept], [*forms, *((form_of(p), p.data_ptr(), p.stride()) for p in own if p is not None)]
+        facts += [(x.data_ptr(), x.stride()) for x in kept if x is not None]
         old, captured = self._plan, capturing()
         if old is None or old.facts != facts or not all(map(operator.is_, old.key, key)):
             if captured:

@@ -78,14 +78,17 @@ def scalars_of(launch: Launch, grads: Updates, state: OptState, factor: Tensor |
 
     b1, b2, warmup, eps = (number(part.core, given[name]) for name in ("b1", "b2", "b2_warmup", "eps"))
     rate, decay = (number(stage, 1.0 if stage is None else stage.recipe.args[0]) for stage in (part.rate, part.decay))
-    t = counts + 1
+    t = (counts + 1).to(torch.float64)
     warm: Scalar = b2 if warmup is None else torch.where(launch.warms, warm_decay(b2, t, warmup), b2)
     corrections = bias_correction(b1, t), root_correction(b2, t)
     scale = 1.0 if factor is None else factor
     table = torch.empty(len(works), 10, dtype=torch.float32, device=counts.device)
     numbers = (b1, 1.0 - b1, warm, 1.0 - warm, *corrections, eps, part.sign * rate, decay, scale)
     for column, x in zip(table.unbind(1), numbers, strict=True):
-        column.copy_(x if isinstance(x, Tensor) else scalar_on(x, counts.device))
+        if isinstance(x, Tensor):
+            column.copy_(x)
+        else:
+            column.fill_(x)
     return table
 
 
