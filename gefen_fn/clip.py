@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,20 +25,13 @@ from gefen_fn.tree import (
 )
 from gefen_kernels import reference
 
-SumOfSquares = Callable[[Tensor, int], Tensor]
-"""`(leaf, first column axis) -> 0-dim float64`."""
 
-
-def global_norm(updates: Updates, sum_of_squares: SumOfSquares | None = None) -> Tensor:
+def global_norm(updates: Updates) -> Tensor:
     """L2 norm over all leaves, as one fp32 scalar; `None` leaves count nothing, replicas and shards each entry once.
 
     Squares are added block by block in fp32 by a fixed tree, then in float64, and the root is rounded once.
-
-    Args:
-        updates: any tree.
-        sum_of_squares: `(leaf, first column axis) -> 0-dim float64`, a back end's; the reference's if None.
     """
-    group, own = _own_squares(updates, sum_of_squares or _sum_of_squares)
+    group, own = _own_squares(updates)
     squares = [square for square in own if square is not None]
     total = squares[0] if squares else torch.zeros((), dtype=torch.float64, device="cpu")
     for square in squares[1:]:
@@ -49,7 +41,7 @@ def global_norm(updates: Updates, sum_of_squares: SumOfSquares | None = None) ->
 
 def leaf_squares(updates: Updates) -> Tree:
     """The sum of squares of each leaf, shards and all, as 0-dim float64 tensors."""
-    group, own = _own_squares(updates, _sum_of_squares)
+    group, own = _own_squares(updates)
     if group is not None:
         zero = torch.zeros((), dtype=torch.float64)
         sums = agree.total(torch.stack([zero if square is None else square.cpu() for square in own]), group)
@@ -57,7 +49,7 @@ def leaf_squares(updates: Updates) -> Tree:
     return tree_unflatten(tree_structure(updates), own)
 
 
-def _own_squares(updates: Updates, add: SumOfSquares) -> tuple[Any, list[Tensor | None]]:
+def _own_squares(updates: Updates) -> tuple[Any, list[Tensor | None]]:
     """The group of the leaves, and for each leaf the sum of squares of what this member counts of it."""
     check_leaves(updates)
     leaves = tree_leaves(updates)
@@ -66,11 +58,12 @@ def _own_squares(updates: Updates, add: SumOfSquares) -> tuple[Any, list[Tensor 
         u if u is None or counts else u.flatten()[:0]
         for u, counts in zip(map(local, leaves), agree.counted(leaves, group), strict=True)
     ]
-    return group, [None if u is None else add(u, min(start_axis(u.shape), u.ndim)) for u in own]
+    return group, [None if u is None else reference.sum_of_squares(u, start=first_column_axis(u)) for u in own]
 
 
-def _sum_of_squares(x: Tensor, start: int) -> Tensor:
-    return reference.sum_of_squares(x, start=start)
+def first_column_axis(x: Tensor) -> int:
+    """First of the axes that are merged into the rows of a norm's sums."""
+    return min(start_axis(x.shape), x.ndim)
 
 
 def clip(max_delta: ScalarOrSchedule | Tree) -> GradientTransformation:

@@ -14,7 +14,7 @@ from torch import Tensor
 from gefen_fn.accumulate import MultiSteps, apply_if_finite
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates, write_updates
 from gefen_fn.calibrate import check_can_learn, learn_from
-from gefen_fn.clip import clip_factor, global_norm
+from gefen_fn.clip import clip_factor, first_column_axis
 from gefen_fn.gefen import ScaleByGefenState
 from gefen_fn.plan import Launch, StepPlan, Work, kernels_of, make_plan
 from gefen_fn.program import Part, Program, Stage, at, put, recognise
@@ -87,7 +87,7 @@ class Step:
         moves_codes = unlearned and any(bool(work.count) for work in plan.works if work.part in unlearned)
         if not plan.launches or plan.share_memory(leaves) or moves_codes:
             return write_state(state, self._pure(grads, state, params, **extra))
-        factor = _clip_factor(program.clip, leaves, state)
+        factor = _clip_factor(program.clip, plan, leaves, state)
         new = _learned(unlearned, plan, leaves, state, factor)
         runs = [_prepared(program, launch, leaves, grads, new, factor) for launch in plan.launches]
         left = [None if i in plan.fused else g for i, g in enumerate(leaves)]
@@ -185,12 +185,22 @@ def _in_place(tx: GradientTransformation, step: Step | GuardedStep) -> GradientT
     return GradientTransformation(tx.init, update)
 
 
-def _clip_factor(clip: Stage | None, leaves: Sequence[Tensor | None], state: OptState) -> Tensor | None:
-    """What all gradients are multiplied by, 0-dim float64; None without a clip."""
+def _clip_factor(clip: Stage | None, plan: StepPlan, leaves: Sequence[Any], state: OptState) -> Tensor | None:
+    """What all gradients are multiplied by, 0-dim float64; None without a clip, which takes all leaves or none."""
     if clip is None:
         return None
-    norm = global_norm(leaves, lambda g, start: kernels_of(g).sum_of_squares(g, start=start))
+    squares = [_squares(launch, [leaves[work.index] for work in launch.works]) for launch in plan.launches]
+    norm = torch.stack([x.to(squares[0].device) for x in squares]).sum().sqrt().float()
     return clip_factor(norm, value_of(clip, clip.recipe.args[0], state))
+
+
+def _squares(launch: Launch, grads: Sequence[Tensor]) -> Tensor:
+    """The sum of all squares, 0-dim float64: in one go where the back end can, which its step then goes on from."""
+    starts = [first_column_axis(g) for g in grads]
+    if launch.sums:
+        return launch.module.squares(launch.plan, grads, starts)  # type: ignore[no-any-return]
+    each = zip(grads, starts, strict=True)
+    return torch.stack([launch.module.sum_of_squares(g, start=start) for g, start in each]).sum()
 
 
 def _stage(part: Part, state: OptState) -> ScaleByGefenState:
@@ -249,6 +259,8 @@ def _prepared(
     book = at(state, part.core.path).codebook.to(works[0].param.device)
     drive, own = part.core.recipe.kwargs["drive"], [leaves[work.index] for work in works]
     options = {"drive": drive, "ties": launch.ties, "negate": program.negate, "scaled": factor is not None}
+    if launch.sums and factor is not None:
+        options["summed"] = True
     if launch.draws:
         options["counts"] = draws_of(launch)
     counts = [work.count for work in works] + [work.drawn for work in works if work.drawn is not None]

@@ -90,6 +90,11 @@ class Launch(NamedTuple):
     warms: Tensor
     draws: bool
 
+    @property
+    def sums(self) -> bool:
+        """Whether the back end adds the squares of all leaves in one go."""
+        return hasattr(self.module, "squares")
+
 
 @dataclass(frozen=True)
 class StepPlan:

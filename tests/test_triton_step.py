@@ -32,7 +32,7 @@ from gefen_fn import (
 from gefen_fn.blocks import leaf_layout
 from gefen_fn.quantize import quantized_zeros
 from gefen_fn.second_moment import policy_for
-from gefen_kernels import ops, triton_step
+from gefen_kernels import ops, reference, triton_step
 from gefen_kernels.step import SCALARS, Leaf
 from tests.kernel_targets import SPILLS_ALLOWED, TARGETS, compiled, interpreted, recorded
 
@@ -168,8 +168,6 @@ EXPRESSIONS = {
     "stored moment": lambda policy: chain(scale_by_gefen(drive="m_hat", **policy), scale_by_learning_rate(1e-2)),
     "corrected": lambda policy: gefen(1e-2, b2_warmup=None, **policy),
     "masked decay": lambda policy: gefen(1e-2, weight_decay=0.1, mask=decay_mask, **policy),
-    "clipped": lambda policy: chain(clip_by_global_norm(0.5), gefen(1e-2, **policy)),
-    "clipped ascent": lambda policy: chain(scale(-1.0), clip_by_global_norm(0.5), gefen(1e-2, **policy)),
     "learned book": lambda policy: gefen(1e-2, **policy | {"codebook": "learned"}),
     "random codes": lambda policy: gefen(1e-2, rounding="stochastic", drive="m_hat", **policy),
     "numbers per leaf": lambda policy: chain(
@@ -196,6 +194,60 @@ def test_what_is_rounded_at_random_has_the_pure_path_bits(policy, codes):
 
 def test_a_parameter_that_needs_no_rounding_only_counts():
     assert_fused_is_plain(chain(gefen(1e-2, **TILES), stochastic_rounding()), [(40, 128), (5, 7)], (BF16, FP32))
+
+
+def clipped(policy, limit=0.5):
+    rule = gefen(1e-2, second_moment=policy, block=64, codebook="fixed")
+    return chain(scale(-1.0), clip_by_global_norm(limit), rule)
+
+
+@pytest.mark.parametrize("policy", [Factored((32, 64)), Factored((32, 96)), Block(), Dense()], ids=repr)
+def test_a_clip_has_the_pure_path_bits_where_no_whole_side_is_averaged(policy):
+    assert_fused_is_plain(clipped(policy), SHAPES, (BF16, FP32), steps=3)
+
+
+def bad(g):
+    return g.fill_(float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("limit", "change"),
+    [(1e3, lambda g: g), (0.5, lambda g: g * 1e8), (0.5, lambda g: g * 1e18), (0.5, bad)],
+    ids=["nothing to clip", "far above the limit", "sums overflow", "NaN"],
+)
+def test_whole_sides_have_the_pure_path_bits_where_sums_cannot_be_rescaled_or_need_not(limit, change):
+    assert_fused_is_plain(clipped(Factored(), limit), SHAPES, (BF16, FP32), change=change)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dtype", "within"),
+    [
+        (Factored(), BF16, 2**-7),
+        (Factored((64, None)), FP16, 2**-10),
+        (Factored((None, 256)), FP32, 2**-20),
+    ],
+    ids=str,
+)
+def test_means_of_a_clipped_whole_side_differ_by_the_rounding_of_the_gradient_alone(policy, dtype, within):
+    tx, shapes = clipped(policy, limit=60.0), {"0": (70, 1200), "1": (64, 300), "2": (30,)}
+    plain = {k: noise(s, int(k)) for k, s in shapes.items()}
+    fused = {k: p.clone() for k, p in plain.items()}
+    state, other, step, moved = tx.init(plain), tx.init(fused), fuse(tx), dict.fromkeys(shapes, 0.0)
+    for t in range(2):
+        grads = {k: noise(s, 10 * t + int(k), dtype) for k, s in shapes.items()}
+        updates, state = tx.update(grads, state, plain)
+        plain = apply_updates(plain, updates)
+        with mock.patch.object(ops, "back_end", lambda device: run):
+            other = step(grads, other, fused)
+        expected, got = flatten_state(state), flatten_state(other)
+        means = {k for k in expected if ".row" in k or ".col" in k}
+        assert len(means) == 4
+        assert_same_bits(*({k: x for k, x in flat.items() if k not in means} for flat in (expected, got)))
+        for k in means:
+            assert ((got[k] - expected[k]).abs() <= within * expected[k]).all()
+        for k, p in plain.items():
+            moved[k] = moved[k] + updates[k].abs()
+            assert ((fused[k] - p).abs() <= 2 * within * moved[k] + (t + 1) * 2**-23 * p.abs()).all()
 
 
 def test_blocks_may_run_over_a_flattened_leaf():
@@ -248,6 +300,40 @@ def test_launches_do_not_grow_with_the_leaves(policy, most):
     few, many = (run.plan_step(leaves).launches for leaves in (kinds, kinds * 20))
     assert len(few) == len(many) == most
     assert sum(step.programs for step in many) == 20 * sum(step.programs for step in few)
+
+
+LEAVES = [
+    ((64, 256), Factored((32, 256))),
+    ((70, 300), Factored((32, 256))),
+    ((150, 520), Factored()),
+    ((64, 300), Factored((None, 96))),
+    ((3, 40, 96), Block()),
+    ((64, 65), Dense()),
+    ((700,), Block()),
+    ((), Block()),
+    ((0, 4), Block()),
+]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+def test_all_squares_are_added_as_the_reference_adds_each_leaf(dtype):
+    leaves = [leaf_of(shape, policy, dtypes=(dtype, dtype)) for shape, policy in LEAVES]
+    starts = [min(leaf.start, leaf.param.ndim) for leaf in leaves]
+    grads = [noise(leaf.param.shape, i, dtype) for i, leaf in enumerate(leaves)]
+    expected = sum(reference.sum_of_squares(g, start=s) for g, s in zip(grads, starts, strict=True))
+    got = run.squares(run.plan_step(leaves), grads, starts)
+    assert got.dtype == torch.float64 and got.dim() == 0
+    assert abs(got - expected) <= 1e-14 * expected
+
+
+def test_launches_of_a_norm_do_not_grow_with_the_leaves():
+    kinds = [leaf_of(shape, policy) for shape, policy in LEAVES[:7]]
+    plans = [run.plan_step(leaves) for leaves in (kinds, kinds * 5)]
+    for plan, leaves in zip(plans, (kinds, kinds * 5), strict=True):
+        run.squares(plan, [leaf.grad for leaf in leaves], [leaf.start for leaf in leaves])
+    few, many = (plan.norm for plan in plans)
+    assert len(few) == len(many) <= 4
+    assert sum(step.programs for step in many) == 5 * sum(step.programs for step in few)
 
 
 def test_no_leaves_and_empty_leaves_launch_nothing():
@@ -349,17 +435,30 @@ def distinct(accesses, key):
 
 
 @pytest.mark.parametrize(
-    ("policy", "floor", "asked"),
-    [(Block(), 1.02, 1.02), (Factored((128, 256)), 1.06, 1.30), (Factored(), 1.30, 1.31)],
+    ("policy", "clips", "floor", "asked"),
+    [
+        (Block(), False, 1.02, 1.02),
+        (Factored((128, 256)), False, 1.06, 1.30),
+        (Factored(), False, 1.30, 1.31),
+        (Block(), True, 1.32, 1.32),
+        (Factored((128, 256)), True, 1.32, 1.55),
+        (Factored(), True, 1.32, 1.32),
+    ],
     ids=repr,
 )
-def test_a_bf16_step_moves_little_more_than_its_eight_bytes(policy, floor, asked):
+def test_a_bf16_step_moves_little_more_than_its_eight_bytes(policy, clips, floor, asked):
     """`floor` bounds what is distinct in each program, as its second look at an entry finds it in the cache."""
     leaf = leaf_of((256, 512), policy)
-    plan = run.plan_step([leaf])
-    run.run_step(plan, [leaf.grad], numbers(1), BOOK)
+    plan, scalars = run.plan_step([leaf]), numbers(1, grad_scale=0.5 if clips else 1.0)
+
+    def step():
+        if clips:
+            run.squares(plan, [leaf.grad], [1])
+        run.run_step(plan, [leaf.grad], scalars, BOOK, scaled=clips, summed=clips)
+
+    step()
     with watched() as accesses:
-        run.run_step(plan, [leaf.grad], numbers(1), BOOK)
+        step()
     lookup = [range(x.data_ptr(), x.data_ptr() + x.nbytes) for x in (BOOK, *plan.books[False][3])]
     used = [x for x in accesses if x.addresses.size]
     shared = [x for x in used if any(int(x.addresses[0]) in memory for memory in lookup)]
@@ -417,17 +516,34 @@ def test_the_default_step_compiles_without_spills_and_reads_16_bytes_at_once(tar
     ],
     ids=str,
 )
-def test_every_other_kernel_compiles(policy, block, shape, dtypes):
-    for launch in launched([leaf_of(shape, policy, block, dtypes)], drive="m_hat", negate=True, scaled=True):
+def test_every_other_kernel_compiles_with_every_option(policy, block, shape, dtypes):
+    leaf = leaf_of(shape, policy, block, dtypes)._replace(random_codes=True, random_param=True)
+    counts = torch.ones(1, 2, dtype=torch.int64)
+    for launch in launched([leaf], drive="m_hat", negate=True, scaled=True, counts=counts):
         assert compiled(launch, TARGETS["cuda 90"]).spills <= SPILLS_ALLOWED
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_rounding_at_random_compiles_without_spills(target):
-    leaves = [
-        leaf_of(shape, policy) for policy in (Factored((128, 256)), Factored()) for shape in [(256, 512), (9, 301)]
-    ]
-    drawn = [leaf._replace(seed=5, random_codes=True, random_param=True) for leaf in [*leaves, leaf_of((9,), Block())]]
+    leaves = [leaf_of(shape, Factored((128, 256))) for shape in [(256, 512), (64, 301), (9,)]]
+    drawn = [leaf._replace(seed=5, random_codes=True, random_param=True) for leaf in leaves]
     launches = launched(drawn, counts=torch.ones(len(drawn), 2, dtype=torch.int64))
-    assert {launch.kernel.__name__ for launch in launches} >= {"tile_kernel", "update_kernel", "dense_kernel"}
+    assert [launch.kernel.__name__ for launch in launches] == ["tile_kernel", "tile_kernel", "dense_kernel"]
     assert all(compiled(launch, TARGETS[target]).spills <= SPILLS_ALLOWED for launch in launches)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_clipped_step_compiles_without_spills(target):
+    leaves = [leaf_of(shape, policy) for policy in (Factored((128, 256)), Factored()) for shape in [(256, 512), (9,)]]
+    plan, grads, book = triton_step.plan_step(leaves), [leaf.grad for leaf in leaves], BOOK
+
+    def step():
+        triton_step.squares(plan, grads, [1] * len(leaves))
+        triton_step.run_step(plan, grads, numbers(len(leaves)), book, scaled=True, summed=True)
+
+    launches = recorded(step)
+    kernels = [
+        launch for launch in launches if launch.kernel.__name__ in ("square_kernel", "sum_kernel", "mean_kernel")
+    ]
+    assert len(kernels) == 5
+    assert all(compiled(launch, TARGETS[target]).spills <= SPILLS_ALLOWED for launch in kernels)

@@ -43,6 +43,7 @@ class Launch(NamedTuple):
         scratch: fp32, sums that one launch leaves for the next.
         warps: of a program.
         constants: what is constant while the plan holds.
+        runs: how many of the scratch, from its first, are a gradient's squares added by runs of 256 columns.
     """
 
     kernel: Any
@@ -52,6 +53,7 @@ class Launch(NamedTuple):
     scratch: Tensor | None
     warps: int
     constants: Constants
+    runs: int = 0
 
 
 @dataclass
@@ -62,18 +64,36 @@ class Plan:
         launches: in order.
         strided: parameters that are not contiguous, each with the copy that kernels step.
         aligned: for each leaf, whether its gradient is read by 16 bytes.
+        summed: the leaves whose squares are added in the first of their launches as for a norm.
         addresses: of the gradients on the GPU, int64 `[leaves]`.
         staged: the same on the host.
         books: the codebook of the last step, with its tie rule and what kernels search it by; for codes that are
             rounded at random under True, for the nearest under False.
+        norm: what `triton_norm.squares` launches.
+        read: the gradients that kernels read, some of them copies, from the first launch of a step to its last.
     """
 
     launches: tuple[Launch, ...]
     strided: tuple[tuple[Tensor, Tensor], ...]
     aligned: tuple[bool, ...]
+    summed: frozenset[int]
     addresses: Tensor
     staged: Tensor
     books: dict[bool, tuple[Tensor, int, Ties, Search]] = field(default_factory=dict)
+    norm: tuple[Launch, ...] | None = None
+    read: list[Tensor] = field(default_factory=list)
+
+    def point(self, grads: Sequence[Tensor]) -> Tensor:
+        """Point kernels at gradients; return the addresses."""
+        contiguous = [g.contiguous() for g in grads]
+        pairs = zip(contiguous, self.aligned, strict=True)
+        self.read = [g.clone() if aligned and g.data_ptr() % 16 else g for g, aligned in pairs]
+        addresses = torch.tensor([g.data_ptr() for g in self.read], dtype=torch.int64)
+        if not torch.equal(addresses, self.staged):
+            # Not in the old staging memory, which the GPU may still have to read.
+            self.staged = addresses.pin_memory() if self.addresses.is_cuda else addresses
+            self.addresses.copy_(self.staged, non_blocking=True)
+        return self.addresses
 
 
 class _Kind(NamedTuple):
@@ -128,7 +148,8 @@ def plan_step(leaves: Sequence[Leaf]) -> Plan:
     device = leaves[0].param.device if leaves else torch.device("cpu")
     launches = [step for kind, rows in groups.items() for step in kind.plan(_group(kind, rows, device))]
     staged = torch.zeros(len(leaves), dtype=torch.int64)
-    return Plan(tuple(launches), tuple(strided), tuple(aligned), staged.to(device), staged)
+    summed = frozenset(row.index for kind, rows in groups.items() if dict(kind.constants).get("SUMS") for row in rows)
+    return Plan(tuple(launches), tuple(strided), tuple(aligned), summed, staged.to(device), staged)
 
 
 def _contiguous(p: Tensor, strided: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -182,7 +203,8 @@ def _constants(
     count = max(1, entries // width)
     if policy == "factored":
         straddles = row.across > 1 and row.width % row.block != 0
-        return _plan_strips, {"ROWS": min(_STRIP, count), "WIDTH": width, "STRADDLES": straddles}
+        sums = row.across == 1 or row.width % _SPAN == 0
+        return _plan_strips, {"ROWS": min(_STRIP, count), "WIDTH": width, "STRADDLES": straddles, "SUMS": sums}
     whole = width == row.block and row.columns % width == 0
     return _plan_blocks, {"DENSE": policy == "dense", "COUNT": count, "WIDTH": width, "WHOLE": whole}
 
@@ -275,34 +297,47 @@ def _plan_strips(group: _Group) -> list[Launch]:
         _launch(group, mean_kernel, means, _ENTRIES),
         _launch(group, update_kernel, steps, group.constants["ROWS"] * group.constants["WIDTH"]),
     ]
-    return [part._replace(scratch=scratch) for part in parts]
+    runs = rows[0].column_sums if group.constants["SUMS"] else 0
+    first, *others = (part._replace(scratch=scratch) for part in parts)
+    return [first._replace(runs=runs), *others]
 
 
 def _with_scratch(rows: list[Row]) -> tuple[list[Row], int]:
-    """The rows with their places in the scratch, and its size."""
-    placed, size = [], 0
+    """The rows with their places in the scratch, the sums of all rows first, and its size."""
+    size, placed = 0, []
     for row in rows:
-        columns = size + row.total * row.all_spans
-        norms = columns + row.total // row.rows * row.all_strips * row.columns
-        placed.append(row._replace(row_sums=size, column_sums=columns, norms=norms))
+        placed.append(row._replace(row_sums=size))
+        size += row.total * row.all_spans
+    for i, row in enumerate(placed):
+        norms = size + row.total // row.rows * row.all_strips * row.columns
+        placed[i] = row._replace(column_sums=size, norms=norms)
         size = norms + row.total // row.rows * row.down * row.all_spans
     return placed, size
 
 
 def _launch(group: _Group, kernel: Any, counts: list[int], entries: int) -> Launch:
     """A launch with so many programs for each leaf, each of so many entries at one time."""
-    number = torch.tensor(counts)
-    leaf = torch.repeat_interleave(number)
-    own = torch.arange(len(leaf)) - (number.cumsum(0) - number)[leaf]
     return Launch(
         kernel,
-        len(leaf),
+        sum(counts),
         moved(torch.tensor(group.rows, dtype=torch.int64), group.device),
-        moved(torch.stack([leaf, own], 1).to(torch.int32), group.device),
+        moved(owners(counts), group.device),
         None,
-        min(16, max(1, entries // (256 if group.types["ALIGN"] == 16 else 128))),
+        warps_for(entries, int(group.types["ALIGN"])),
         group.types | group.constants,
     )
+
+
+def owners(counts: list[int]) -> Tensor:
+    """Each program's leaf and its number among that leaf's: int32 `[programs, 2]`, for so many programs of each."""
+    number = torch.tensor(counts)
+    leaf = torch.repeat_interleave(number)
+    return torch.stack([leaf, torch.arange(len(leaf)) - (number.cumsum(0) - number)[leaf]], 1).to(torch.int32)
+
+
+def warps_for(entries: int, align: int) -> int:
+    """The warps of a program of so many entries at one time: 8 of a thread, 4 where 16 bytes are not read at once."""
+    return min(16, max(1, entries // (256 if align == 16 else 128)))
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ STRIP = tl.constexpr(128)
 SPAN = tl.constexpr(256)
 _UNROLLED = tl.constexpr(8)  # steps whose rows are read together
 _TINY = tl.constexpr(1.1754943508222875e-38)
+_SMALLEST_SCALE = tl.constexpr(2.0**-20)  # below it, or where it is NaN, sums of unscaled squares may have overflowed
 
 
 @jit
@@ -161,10 +162,18 @@ def sum_kernel(
     ALIGN: tl.constexpr,
     NEGATE: tl.constexpr,
     SCALED: tl.constexpr,
+    SUMMED: tl.constexpr,
 ) -> None:
-    """First of three launches: the sums of squares of a strip of rows and a span of columns."""
+    """First of three launches: the sums of squares of a strip of rows and a span of columns.
+
+    With `SUMMED` those of the unscaled gradient are there already, and are taken again only if scaling them would not
+    do.
+    """
     row, program = row_of(table, owner, PARAM, "u8", ALIGN)
     n, grad = numbers_of(scalars, row.index), pointer(tl.load(grads + row.index), GRAD, ALIGN)
+    if SUMMED:
+        if n.grad_scale >= _SMALLEST_SCALE:
+            return
     span, strip, matrix = unravel(program, row.all_spans, row.all_strips)
     _, first, count = strip_of(row, strip)
     column, live = span_of(row, span)
@@ -174,8 +183,22 @@ def sum_kernel(
 
 
 @jit
+def rescaled(mean: tl.tensor, n: Numbers, SUMMED: tl.constexpr) -> tl.tensor:
+    """Means of squares of the scaled gradient, out of those of the unscaled one if it is `SUMMED`."""
+    if SUMMED:
+        mean = mean * tl.where(n.grad_scale >= _SMALLEST_SCALE, n.grad_scale * n.grad_scale, 1.0)
+    return mean
+
+
+@jit
 def row_means(
-    row: Row, n: Numbers, scratch: tl.tensor, index: tl.tensor, LINES: tl.constexpr, SPANS: tl.constexpr
+    row: Row,
+    n: Numbers,
+    scratch: tl.tensor,
+    index: tl.tensor,
+    LINES: tl.constexpr,
+    SPANS: tl.constexpr,
+    SUMMED: tl.constexpr,
 ) -> None:
     """Average the means of `LINES` rows of a column tile."""
     tile, line = index % row.across, index // row.across * LINES + tl.arange(0, LINES)
@@ -183,12 +206,14 @@ def row_means(
     span, live = tl.arange(0, SPANS)[None, :], line < row.total
     at = scratch + row.row_sums + line[:, None] * row.all_spans + tile * row.spans + span
     sums = tl.load(at, mask=live[:, None] & (span < (width + SPAN - 1) // SPAN), other=0.0)
-    mean = tl.div_rn(tree_sum_last(sums), width.to(tl.float32))
+    mean = rescaled(tl.div_rn(tree_sum_last(sums), width.to(tl.float32)), n, SUMMED)
     average(n, row.nu + line * row.across + tile, live, mean)
 
 
 @jit
-def column_means(row: Row, n: Numbers, scratch: tl.tensor, index: tl.tensor, STRIPS: tl.constexpr) -> None:
+def column_means(
+    row: Row, n: Numbers, scratch: tl.tensor, index: tl.tensor, STRIPS: tl.constexpr, SUMMED: tl.constexpr
+) -> None:
     """Average the means of a span of columns of a row tile, and leave the span's part of the normaliser."""
     span, tile, matrix = unravel(index, row.all_spans, row.down)
     column, live = span_of(row, span)
@@ -197,7 +222,7 @@ def column_means(row: Row, n: Numbers, scratch: tl.tensor, index: tl.tensor, STR
     ROWS: tl.constexpr = 16 if STRIPS > 16 else STRIPS
     STEPS: tl.constexpr = STRIPS // ROWS
     sums = line_tree(first, row.columns, (height + STRIP - 1) // STRIP, live, 0, STEPS, STEPS, ROWS)
-    mean = tl.div_rn(tree_sum_first(sums), height.to(tl.float32))
+    mean = rescaled(tl.div_rn(tree_sum_first(sums), height.to(tl.float32)), n, SUMMED)
     col = average(n, column_slot(row, matrix, tile, column), live, mean)
     norm = scratch + row.norms + (matrix * row.down + tile) * row.all_spans + span
     tl.store(norm + tl.arange(0, 1), tree_sum_last(col[None, :]))
@@ -212,12 +237,13 @@ def mean_kernel(
     LINES: tl.constexpr,
     SPANS: tl.constexpr,
     STRIPS: tl.constexpr,
+    SUMMED: tl.constexpr,
 ) -> None:
     """Second: the averages of `LINES` rows' means, or of the means of a span of columns."""
     row, program = row_of(table, owner, "fp32", "u8", 1)
     n = numbers_of(scalars, row.index)
     others = (row.total + LINES - 1) // LINES * row.across
     if program < others:
-        row_means(row, n, scratch, program, LINES, SPANS)
+        row_means(row, n, scratch, program, LINES, SPANS, SUMMED)
     else:
-        column_means(row, n, scratch, program - others, STRIPS)
+        column_means(row, n, scratch, program - others, STRIPS, SUMMED)
