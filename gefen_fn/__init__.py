@@ -59,7 +59,8 @@ from gefen_fn.fuse import Step, fuse
 from gefen_fn.gefen import ScaleByGefenState, scale_by_gefen
 from gefen_fn.inject import InjectHyperparamsState, inject_hyperparams
 from gefen_fn.masks import decay_mask
-from gefen_fn.muon import ScaleByMuonState, scale_by_matrix_shape, scale_by_muon
+from gefen_fn.matrix_scale import scale_by_matrix_shape
+from gefen_fn.muon import ScaleByMuonState, scale_by_muon
 from gefen_fn.muon_alias import gefen_muon, muon
 from gefen_fn.qk_clip import HeadRows, QKHeads, clip_by_qk
 from gefen_fn.quantize import Quantized, dequantize, gradient_histogram, quantize, requantize

@@ -109,13 +109,16 @@ def start_axis(shape: Sequence[int]) -> int:
     return 2 if len(shape) == 3 and min(shape[1:]) >= _SHORTEST_EXPERT_SIDE else 1
 
 
-def leaf_layout(shape: Sequence[int] | Piece, block: int = DEFAULT_BLOCK, *, flat: bool = False) -> LeafLayout:
+def leaf_layout(
+    shape: Sequence[int] | Piece, block: int = DEFAULT_BLOCK, *, flat: bool = False, start: int | None = None
+) -> LeafLayout:
     """The layout of one leaf, or of the part of it that is held here.
 
     Args:
         shape: the leaf's shape, or a part of it.
         block: entries per block.
         flat: blocks run over the flattened leaf, as `FlatBlocks` says.
+        start: first of the axes merged into columns, if the shape is not to decide.
 
     Raises:
         ValueError: if `block` is not a positive int.
@@ -125,7 +128,8 @@ def leaf_layout(shape: Sequence[int] | Piece, block: int = DEFAULT_BLOCK, *, fla
     piece = shape if isinstance(shape, Piece) else Piece.all_of(shape)
     whole = piece.whole
     partition = flat and len(whole) == 1 and whole[0] >= _SHORTEST_PARTITION
-    layout = LeafLayout(piece, 0 if flat else start_axis(whole), block, is_dense(whole) and not partition)
+    first = start_axis(whole) if start is None else start
+    layout = LeafLayout(piece, 0 if flat else first, block, is_dense(whole) and not partition)
     if piece.axes and not layout.dense:
         _check_cut(layout)
     return layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from gefen_fn.base import EmptyState, GradientTransformation, Params, Recipe, Updates, made
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout
+from gefen_fn.exchange import run_together
 from gefen_fn.first_moment import (
     check_blocks,
     check_codebook,
@@ -20,6 +22,7 @@ from gefen_fn.first_moment import (
     zero_moment,
 )
 from gefen_fn.inject import takes_schedules
+from gefen_fn.muon_shards import Done, Job, programs
 from gefen_fn.quantize import Quantized
 from gefen_fn.scalar import (
     Scalar,
@@ -30,11 +33,11 @@ from gefen_fn.scalar import (
     check_state,
     exact,
     moving_average,
-    multiply,
     rounded,
 )
 from gefen_fn.scale import counts
-from gefen_fn.spec import Matrices, Spec, check_rule, matrices, scale_of
+from gefen_fn.shards import Piece, like_piece, local, piece_of, placed, zeros_placed
+from gefen_fn.spec import Matrices, Spec, matrices
 from gefen_fn.tree import (
     Tree,
     check_leaves,
@@ -88,6 +91,7 @@ class _Rule(NamedTuple):
     block: Blocks
     codebook: str | Tensor
     convention: str
+    sharded: str
     ties: reference.Ties
 
     @property
@@ -109,6 +113,7 @@ def scale_by_muon(
     block: Blocks = DEFAULT_BLOCK,
     codebook: str | Tensor = "learned",
     convention: str = "ema",
+    sharded: str = "auto",
 ) -> GradientTransformation:
     """Muon's direction: about `U V^T` of the momentum's matrices `U S V^T` (Jordan 2024), by Newton-Schulz iterations.
 
@@ -133,6 +138,9 @@ def scale_by_muon(
             `"fixed"`: the default codebook; or an fp32 tensor `[256]`.
         convention: of the momentum: `"ema"` as above and in torch.optim.Muon, `"sum"`: `m = momentum m + g`, or
             `"nadam"`: the average with its bias corrected, looking ahead as NAdam (Dozat 2016).
+        sharded: what becomes of matrices cut by shards: `"exact"`: every member makes each of them orthogonal;
+            `"distributed"`: one member does, for all; `"blockwise"`: each member its own part, which is another
+            algorithm; `"auto"`: `"distributed"`.
 
     Raises:
         ValueError: if an argument is out of range; from `init`, naming it, if a leaf without a spec is no matrix.
@@ -144,9 +152,10 @@ def scale_by_muon(
     check_blocks(block)
     check_choice("normuon", normuon, (False, "norm_kept", "paper"))
     check_choice("convention", convention, ("ema", "sum", "nadam"))
+    check_choice("sharded", sharded, ("auto", "distributed", "exact", "blockwise"))
     ns_coefficients(coeffs)
     ties = check_codebook(codebook)
-    rule = _Rule(momentum, nesterov, quantize, coeffs, eps, normuon, spec, block, codebook, convention, ties)
+    rule = _Rule(momentum, nesterov, quantize, coeffs, eps, normuon, spec, block, codebook, convention, sharded, ties)
 
     def init(params: Params) -> ScaleByMuonState:
         return _init(rule, params)
@@ -164,8 +173,8 @@ def _init(rule: _Rule, params: Params) -> ScaleByMuonState:
     check_leaves(params)
     leaves, structure = tree_leaves(params), tree_structure(params)
     rows = list(zip(leaves, matrices(rule.spec, params), _lengths(rule, params), strict=True))
-    mu = [seen and zero_moment(p, _layout(rule, seen, length)) for p, seen, length in rows]
-    nu = [seen and p.new_zeros(seen.row_values.shape, dtype=torch.float32) for p, seen, _ in rows]
+    mu = [seen and zero_moment(p, _layout(rule, p, seen, length)) for p, seen, length in rows]
+    nu = [seen and zeros_placed(p, seen.row_values.shape) for p, seen, _ in rows]
     return ScaleByMuonState(
         counts(params) if rule.counts else EmptyState(),
         first_codebook(rule.codebook, params),
@@ -185,12 +194,14 @@ def _update(
         state = with_codebook(rule.codebook, updates, state, rule.block)
 
     def leaf(g: Tensor, mu: Any, *rest: Any) -> tuple[Any, ...]:
-        *count, own, momentum, length = rest
+        *count, momentum, layout = rest
         t = [n + 1 for n in count]
-        return *_momentum(rule, state.codebook, g, mu, t, own, momentum, length), *t
+        return *_momentum(rule, state.codebook, g, mu, t, momentum, layout), *t
 
     kept = (state.mu, state.count) if rule.counts else (state.mu,)
-    each = (seen, _per_leaf(rule.momentum, updates), _lengths(rule, updates))
+    rows = zip(tree_leaves(updates), seen, _lengths(rule, updates), strict=True)
+    layout = [None if own is None else _layout(rule, g, own, length) for g, own, length in rows]
+    each = (_per_leaf(rule.momentum, updates), layout)
     moved, (mu, *count) = map_update(leaf, updates, kept, each=each)
     state = state._replace(mu=mu, count=count[0] if count else state.count)
     return _directions(rule, moved, state, seen)
@@ -207,16 +218,15 @@ def _per_leaf(value: Any, tree: Tree) -> list[Any]:
     return leaf_choices(value, tree)
 
 
-def _layout(rule: _Rule, seen: Matrices, length: int) -> LeafLayout:
-    layout = seen.layout(length, flat=isinstance(rule.block, FlatBlocks))
+def _layout(rule: _Rule, x: Tensor, seen: Matrices, length: int) -> LeafLayout:
+    layout = seen.layout(length, piece_of(x), flat=isinstance(rule.block, FlatBlocks))
     return layout if rule.quantize else replace(layout, dense=True)
 
 
 def _momentum(
-    rule: _Rule, codebook: Tensor, g: Tensor, mu: Any, t: list[Tensor], seen: Matrices, momentum: Scalar, length: int
+    rule: _Rule, codebook: Tensor, g: Tensor, mu: Any, t: list[Tensor], momentum: Scalar, layout: LeafLayout
 ) -> tuple[Tensor, Any]:
     """What is made orthogonal, and the momentum that is stored; `t` holds the leaf's count if a formula needs it."""
-    layout = _layout(rule, seen, length)
     check_moment(g, mu, layout)
     decay = rounded(momentum)
     rest = 1.0 if rule.convention == "sum" else rounded(1.0 - exact(momentum))
@@ -245,15 +255,50 @@ def _directions(
     rule: _Rule, moved: Tree, state: ScaleByMuonState, seen: Sequence[Matrices | None]
 ) -> tuple[Updates, ScaleByMuonState]:
     """Orthogonal matrices in the place of the moved ones, their rows normalised if asked for."""
-    parts = [[] if own is None else own.parts(u) for u, own in zip(tree_leaves(moved), seen, strict=True)]
-    done = iter(_orthogonal(rule, [x for own in parts for x in own]))
-    found = [[next(done) for _ in own] for own in parts]
-    if not rule.normuon:
-        leaves = [own and own.join([_wide(x) for x in xs]) for own, xs in zip(seen, found, strict=True)]
-        return tree_unflatten(tree_structure(moved), leaves), state
-    each = found, seen, tree_parts(moved, state.count) if rule.counts else [None] * len(found)
-    out, (nu,) = map_update(_normalised, moved, (state.nu,), each=each)
-    return out, state._replace(nu=nu)
+    leaves = tree_leaves(moved)
+    nu = tree_parts(moved, state.nu) if rule.normuon else [None] * len(leaves)
+    t = tree_parts(moved, state.count) if rule.normuon and rule.counts else [None] * len(leaves)
+    rows = zip(leaves, seen, nu, t, strict=True)
+    jobs = [None if own is None else Job(local(u), own, local(rows), n) for u, own, rows, n in rows]
+    pieces = [
+        [] if u is None else [piece_of(x) for x in (u, own) if x is not None] for u, own in zip(leaves, nu, strict=True)
+    ]
+    done = _done(rule, jobs, pieces)
+    out = [None if own is None else like_piece(own.x, u) for own, u in zip(done, leaves, strict=True)]
+    if rule.normuon:
+        new = [old if own is None else placed(own.nu, old) for own, old in zip(done, nu, strict=True)]
+        state = state._replace(nu=tree_unflatten(tree_structure(moved), new))
+    return tree_unflatten(tree_structure(moved), out), state
+
+
+def _done(rule: _Rule, jobs: Sequence[Job | None], pieces: Sequence[Sequence[Piece]]) -> list[Done | None]:
+    """What becomes of each job: of matrices that are cut at their owners, of the others here."""
+    done: dict[int, Done] = {}
+    if rule.sharded != "blockwise" and any(own and own[0].axes for own in pieces):
+        for held in run_together(programs(jobs, pieces, rule.sharded, torch.bfloat16, partial(_worked, rule))):
+            done.update(held or {})
+    own = {n: _here(job) for n, job in enumerate(jobs) if job is not None and n not in done}
+    done.update(zip(own, _worked(rule, list(own.values())), strict=True))
+    return [done.get(n) for n in range(len(jobs))]
+
+
+def _here(job: Job) -> Job:
+    """A job as far as it is held here."""
+    return job._replace(seen=replace(job.seen, shape=tuple(job.x.shape)))
+
+
+def _worked(rule: _Rule, jobs: Sequence[Job]) -> list[Done]:
+    """Whole jobs, their matrices of one shape together."""
+    parts = [job.seen.parts(job.x) for job in jobs]
+    matrices = iter(_orthogonal(rule, [x for own in parts for x in own]))
+    found = [[next(matrices) for _ in own] for own in parts]
+    return [_finished(job, own) for job, own in zip(jobs, found, strict=True)]
+
+
+def _finished(job: Job, found: Sequence[Tensor]) -> Done:
+    if job.nu is None:
+        return Done(job.seen.join([_wide(x) for x in found]), None)
+    return Done(*_normalised(found, job.nu, job.seen, job.t))
 
 
 def _orthogonal(rule: _Rule, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -264,9 +309,7 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.float32, memory_format=torch.contiguous_format)
 
 
-def _normalised(
-    u: Tensor, nu: Tensor, found: Sequence[Tensor], seen: Matrices, count: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _normalised(found: Sequence[Tensor], nu: Tensor, seen: Matrices, count: Tensor | None) -> tuple[Tensor, Tensor]:
     """NorMuon (arXiv 2510.05491) of a leaf's orthogonal matrices; without a count in the form of the paper."""
     kept = seen.row_values
     pairs = [_rows(_wide(x), own, count) for x, own in zip(found, kept.parts(nu), strict=True)]
@@ -295,35 +338,3 @@ def _mean_squares(x: Tensor) -> Tensor:
     chunks = torch.split(rows, max(1, _CHUNK // x.shape[-1]))
     sums = torch.cat([reference.tree_sum(chunk * chunk, -1) for chunk in chunks])
     return sums.reshape(*x.shape[:-1], 1) / torch.tensor(float(x.shape[-1]), device=x.device)
-
-
-def scale_by_matrix_shape(rule: str | None = "original", spec: Spec = None) -> GradientTransformation:
-    """Multiply each matrix by Muon's scale of the learning rate, see `adjust_scale`.
-
-    Args:
-        rule: `"original"` or None, `"match_rms_adamw"`, or `"none"`.
-        spec: as of `scale_by_muon`; each part of a split has its own scale.
-
-    Raises:
-        ValueError: if the rule is unknown; naming it, if a leaf without a spec is no matrix.
-    """
-    check_rule(rule)
-
-    def init(params: Params) -> EmptyState:
-        matrices(spec, params)
-        return EmptyState()
-
-    def leaf(u: Tensor, seen: Matrices) -> tuple[Tensor]:
-        scales = [scale_of(rule, *size) for size in seen.sizes]
-        if len(set(scales)) == 1:
-            return (u if scales[0] == 1.0 else multiply(scales[0], u),)
-        return (seen.join([multiply(s, part) for s, part in zip(scales, seen.parts(u), strict=True)]),)
-
-    def update(
-        updates: Updates, state: EmptyState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, EmptyState]:
-        check_state(state, EmptyState)
-        check_leaves(updates)
-        return map_update(leaf, updates, (), each=(matrices(spec, updates, params),))[0], state
-
-    return made(Recipe("scale_by_matrix_shape", (rule,), {"spec": spec}), init, update)

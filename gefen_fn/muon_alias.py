@@ -6,7 +6,8 @@ from typing import Any
 from gefen_fn.alias import adamw, gefen
 from gefen_fn.base import GradientTransformation, OptState, Params, ScalarOrSchedule
 from gefen_fn.combine import Labels, Mask, chain, choices_of, partition
-from gefen_fn.muon import scale_by_matrix_shape, scale_by_muon
+from gefen_fn.matrix_scale import scale_by_matrix_shape
+from gefen_fn.muon import scale_by_muon
 from gefen_fn.routing import MUON, check_muon, muon_labels
 from gefen_fn.scalar import check_choice, is_schedule
 from gefen_fn.scale import add_decayed_weights, scale_by_learning_rate
@@ -31,6 +32,7 @@ def muon(
     block: Any = 256,
     codebook: Any = "learned",
     convention: str = "ema",
+    sharded: str = "auto",
 ) -> GradientTransformation:
     """Muon (Jordan 2024) with an 8-bit momentum; every leaf must be a matrix, see `gefen_muon` for whole models.
 
@@ -52,6 +54,7 @@ def muon(
         block: entries per scale of the codes: an int, a tree of int, or `FlatBlocks(tree)`.
         codebook: `"learned"`, `"fixed"`, or a tensor of levels.
         convention: of the momentum, `"ema"`, `"sum"` or `"nadam"`.
+        sharded: what becomes of matrices cut by shards, see `scale_by_muon`.
 
     Raises:
         ValueError: if an argument is out of its range; from `init`, naming it, if a leaf is no matrix.
@@ -67,6 +70,7 @@ def muon(
         block=block,
         codebook=codebook,
         convention=convention,
+        sharded=sharded,
     )
     decay, rate = add_decayed_weights(weight_decay, mask), scale_by_learning_rate(learning_rate)
     return chain(direction, scale_by_matrix_shape(adjust, spec), decay, rate)
@@ -96,6 +100,7 @@ def gefen_muon(
     block: Any = 256,
     codebook: Any = "learned",
     drive: str = "m",
+    sharded: str = "auto",
 ) -> GradientTransformation:
     """Muon for the matrices of a model, Gefen or AdamW for its other leaves.
 
@@ -127,6 +132,7 @@ def gefen_muon(
         block: of every quantized moment.
         codebook: of each part: `"learned"`, `"fixed"`, or a tensor of levels.
         drive: of Gefen.
+        sharded: of `muon`.
 
     Raises:
         ValueError: if an argument is out of its range, or from `init`, if no leaf is Muon's.
@@ -139,7 +145,7 @@ def gefen_muon(
             "Use `lambda count: ratio * schedule(count)`, or `constant_schedule`."
         )
     both: dict[str, Any] = {"mask": mask, "block": block, "codebook": codebook}
-    form: dict[str, Any] = {"coeffs": coeffs, "normuon": normuon}
+    form: dict[str, Any] = {"coeffs": coeffs, "normuon": normuon, "sharded": sharded}
     own = muon(rate, momentum, nesterov, weight_decay, quantize=quantize, adjust=adjust, spec=spec, **form, **both)
     if backup == "adamw":
         others = adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)

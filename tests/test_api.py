@@ -59,13 +59,13 @@ SIGNATURES = {
     "rounding='nearest'",
     "muon": "learning_rate, momentum=0.95, nesterov=True, weight_decay=0.1, *, quantize=True, adjust='original', "
     "coeffs='standard', normuon=False, spec=None, mask=None, eps=1e-07, block=256, codebook='learned', "
-    "convention='ema'",
+    "convention='ema', sharded='auto'",
     "gefen_muon": "learning_rate, *, muon_learning_rate=None, backup='gefen', weight_decay=0.0, "
     "adjust='match_rms_adamw', param_labels=None, require_muon=True, momentum=0.95, nesterov=True, quantize=True, "
     "coeffs='standard', normuon=False, spec=None, mask=None, b1=0.9, b2=0.999, eps=1e-08, "
-    "second_moment=Factored(tile=(128, 256)), b2_warmup=0.9, block=256, codebook='learned', drive='m'",
+    "second_moment=Factored(tile=(128, 256)), b2_warmup=0.9, block=256, codebook='learned', drive='m', sharded='auto'",
     "scale_by_muon": "momentum=0.95, nesterov=True, *, quantize=True, coeffs='standard', eps=1e-07, normuon=False, "
-    "spec=None, block=256, codebook='learned', convention='ema'",
+    "spec=None, block=256, codebook='learned', convention='ema', sharded='auto'",
     "scale_by_matrix_shape": "rule='original', spec=None",
     "adjust_scale": "shape, rule",
     "MatrixAxes": "rows, cols, split=None",

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from gefen_fn import (
+    MatrixAxes,
     MultiSteps,
     adamw,
     adaptive_grad_clip,
@@ -20,7 +21,9 @@ from gefen_fn import (
     clip_by_block_rms,
     clip_by_global_norm,
     flatten_state,
+    gefen_muon,
     lion,
+    muon,
     stochastic_rounding,
     trace,
     zero_nans,
@@ -40,9 +43,19 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
         chain(zero_nans(), clip_by_block_rms(0.5), adaptive_grad_clip(0.1), trace(0.9), lion(1e-2)), 3
     ),
     "accumulated": lambda: MultiSteps(chain(clip_by_global_norm(0.5), gefen_alias(1e-2)), 2),
+    "muon": lambda: muon(1e-2, spec=_qkv),
+    "exact muon": lambda: muon(1e-2, sharded="exact"),
+    "normuon": lambda: muon(1e-2, quantize=False, normuon="norm_kept"),
+    "hybrid": lambda: gefen_muon(1e-2, normuon="paper", weight_decay=0.1),
     "random": lambda: chain(gefen_alias(1e-2, rounding="stochastic"), stochastic_rounding()),
     "clip": lambda: chain(clip_by_global_norm(0.5), gefen_alias(1e-2, weight_decay=0.1)),
 }
+
+
+def _qkv(params: Any) -> dict[str, MatrixAxes | None]:
+    return {k: MatrixAxes(0, 1, split=(100, 100, 100)) if k == "tall" else None for k in params}
+
+
 PLACEMENTS = {
     "replicated": (Replicate(),),
     "rows": (Shard(0),),
