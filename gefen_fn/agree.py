@@ -5,8 +5,8 @@ Collectives are issued in the order of the calls, which is the same for every me
 
 import functools
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,12 @@ from torch import Tensor
 from gefen_fn.shards import is_sharded, mesh_group, piece_of
 from gefen_fn.tree import StructureError
 from gefen_kernels import reference
+
+Result = TypeVar("Result")
+
+
+class GroupFailure(RuntimeError):
+    """Another member of the process group failed, so that this one stopped before it changed anything."""
 
 
 def group_of(leaves: Sequence[Tensor | None]) -> Any:
@@ -94,3 +100,33 @@ def total(x: Tensor, group: Any) -> Tensor:
 def any_member(x: Tensor, group: Any) -> Tensor:
     """Whether bools hold for any member, entry by entry, on the device of `x`."""
     return x if group is None else gathered(x.to(torch.uint8), group).bool().any(0).to(x.device)
+
+
+def together(attempt: Callable[[], Result], group: Any, phase: str) -> Result:
+    """What `attempt` returns, if no member's attempt fails; it must change nothing and send nothing.
+
+    Args:
+        attempt: what each member does for itself.
+        group: the process group whose members call this, all of them; None for this process alone.
+        phase: what is attempted, for the others' error.
+
+    Raises:
+        GroupFailure: if it failed on other members only; a member on which it failed raises its own error.
+    """
+    if group is None:
+        return attempt()
+    result, error = None, None
+    try:
+        result = attempt()
+    except Exception as raised:  # whatever it is, the others have to hear of it before it goes its way
+        error = raised
+    failed = gathered(torch.tensor([error is not None], dtype=torch.uint8), group)
+    members = failed.flatten().nonzero().flatten().tolist()
+    if error is not None:
+        raise error
+    if members:
+        raise GroupFailure(
+            f"What fails on one member fails on all: `{phase}` failed on members {members} of {len(failed)}, and "
+            "nothing was changed here. Their own errors say why."
+        )
+    return result  # type: ignore[return-value]  # it is None only if `attempt` returned that

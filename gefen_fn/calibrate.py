@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gefen_fn import agree
 from gefen_fn.accumulate import MultiStepsState
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates
 from gefen_fn.blocks import Blocks
 from gefen_fn.quantize import gradient_histogram, has_codebook, requantize
 from gefen_fn.scalar import capturing, under_vmap
-from gefen_fn.tree import tree_map
+from gefen_fn.tree import tree_leaves, tree_map
 from gefen_kernels.codebook import learn_codebook
 
 _UNLEARNED = (
@@ -120,7 +121,7 @@ def learn_once(updates: Updates, codebook: Tensor, learned: Tensor, block: Block
     if bool(torch.func.debug_unwrap(learned, recurse=True).all()):
         return codebook, learned
     check_can_learn()
-    return learn_from(gradient_histogram(updates, block=block), codebook, learned)
+    return learn_from(gradient_histogram(updates, block=block), codebook, learned, agree.group_of(tree_leaves(updates)))
 
 
 def check_can_learn() -> None:
@@ -129,8 +130,19 @@ def check_can_learn() -> None:
         raise RuntimeError(_UNLEARNED)
 
 
-def learn_from(counts: Tensor, codebook: Tensor, learned: Tensor) -> tuple[Tensor, Tensor]:
-    """The codebook of a histogram, and True; what was there before if nothing was counted."""
+def learn_from(counts: Tensor, codebook: Tensor, learned: Tensor, group: Any = None) -> tuple[Tensor, Tensor]:
+    """The codebook of a histogram, and True; what was there before if nothing was counted.
+
+    Args:
+        counts: int64 `[4096]`, the same for all members of the group.
+        codebook: fp32 `[256]`.
+        learned: bool scalar.
+        group: the members that learn with this one; None for none.
+
+    Raises:
+        GroupFailure: if another member cannot learn.
+    """
     if not counts.any():
         return codebook, learned
-    return learn_codebook(counts.cpu()).to(codebook.device), torch.ones_like(learned)
+    book = agree.together(lambda: learn_codebook(counts.cpu()), group, "learning a codebook")
+    return book.to(codebook.device), torch.ones_like(learned)

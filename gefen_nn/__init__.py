@@ -20,9 +20,10 @@
 """
 
 import gefen_fn
+from gefen_fn.agree import GroupFailure
 from gefen_nn.checkpoint import LoadReport
 from gefen_nn.dcp import OptimizerState, StateTree
-from gefen_nn.errors import CheckpointError, GroupFailure
+from gefen_nn.errors import CheckpointError
 from gefen_nn.muon import GefenMuon, Muon
 from gefen_nn.optimizer import TransformOptimizer
 from gefen_nn.presets import Gefen

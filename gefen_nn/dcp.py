@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn import agree
+from gefen_fn.agree import together
 from gefen_fn.base import OptState, Params
 from gefen_fn.state_io import flatten_state, unflatten_state
 from gefen_fn.tree import readable, tree_leaves, tree_paths
@@ -22,7 +23,6 @@ from gefen_nn.leaves import check_leaf
 from gefen_nn.optimizer import TransformOptimizer
 from gefen_nn.saved_index import Index, Leaf, check_leaves, check_params, read_index
 from gefen_nn.state_view import Slot
-from gefen_nn.together import together
 
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
 

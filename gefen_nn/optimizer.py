@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn import agree
+from gefen_fn.agree import together
 from gefen_fn.base import GradientTransformation, OptState, check_transform, write_updates
 from gefen_fn.describe import Report, describe
 from gefen_fn.fuse import fuse, write_state
@@ -19,7 +20,6 @@ from gefen_fn.shards import placements_of
 from gefen_fn.tree import StructureError, check_floating
 from gefen_kernels import ops
 from gefen_nn import checkpoint, groups, state_view
-from gefen_nn.together import together
 
 
 class _Kept:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gefen_fn.agree import together
 from gefen_fn.shards import is_sharded, placements_of
 from gefen_fn.tree import list_names
 from gefen_nn import folders
@@ -27,7 +28,6 @@ from gefen_nn.dcp import OptimizerState, fits, index_of, own_slots, put_back
 from gefen_nn.errors import CheckpointError
 from gefen_nn.optimizer import TransformOptimizer
 from gefen_nn.saved_index import Index, read_index
-from gefen_nn.together import together
 
 _EXTRA = "extra.pt"
 
