@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gefen_fn import Block, Dense, Factored
 from gefen_fn.alias import gefen
 from gefen_nn.errors import CheckpointError
 from gefen_nn.optimizer import TransformOptimizer
@@ -242,3 +243,47 @@ def test_stochastic_rounding_is_that_of_bf16_parameters_and_resumes_to_the_bit()
     train(net, optimizer, range(2, 4))
     train(twin, other, range(2, 4))
     assert same(bits(net), bits(twin))
+
+
+DETERMINISTIC = {
+    "default": {},
+    "pure": {"fused": False},
+    "blocks": {"second_moment": Block(), "weight_decay": 0.1},
+    "whole sides": {"second_moment": Factored()},
+    "corrected": {"second_moment": Dense(), "b2_warmup": None, "maximize": True},
+}
+
+
+def run_of(threads: int, others: int, options: dict) -> list[Tensor]:
+    """Parameters and state after three steps on these threads, beside some other parameters."""
+    shapes = {"w": (320, 300), "t": (300, 70), "b": (70,), **{f"other {n}": (64 * (n + 1), 130) for n in range(others)}}
+    draws = [torch.Generator().manual_seed(i) for i in range(len(shapes))]
+    pairs = zip(shapes.items(), draws, strict=True)
+    params = {name: nn.Parameter(torch.randn(shape, generator=draw).bfloat16()) for (name, shape), draw in pairs}
+    optimizer = Gefen(params.items(), 1e-2, deterministic=True, codebook="fixed", **options)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    for _ in range(3):
+        for p, draw in zip(params.values(), draws, strict=True):
+            p.grad = torch.randn(p.shape, generator=draw).bfloat16()
+        optimizer.step()
+    torch.set_num_threads(before)
+    own = [params[name] for name in ("w", "t", "b")]
+    return [p.detach() for p in own] + [x for p in own for x in optimizer.state[p].values()]
+
+
+@pytest.mark.parametrize("options", DETERMINISTIC.values(), ids=DETERMINISTIC)
+def test_a_deterministic_step_has_the_same_bits_in_every_run_on_any_threads_and_in_any_company(options: dict) -> None:
+    first = run_of(1, 0, options)
+    assert all(same(first, run_of(*form, options)) for form in [(1, 0), (2, 0), (2, 2)])
+
+
+def test_replicas_learn_and_step_alike() -> None:
+    runs = []
+    for threads in (1, 1, 2):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        net, optimizer = stepped(3)
+        torch.set_num_threads(before)
+        runs.append(bits(net) + list(optimizer.state[net[0].weight].values()))
+    assert same(runs[0], runs[1]) and same(runs[0], runs[2])
