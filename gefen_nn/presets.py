@@ -69,7 +69,7 @@ class Gefen(Preset):
         block: entries per scale: an int, a tree of ints, or `FlatBlocks`.
         codebook: "learned", "fixed" or a tensor.
         stochastic_rounding: round bf16 parameters up or down at random, by distance: small steps arrive on average.
-        deterministic: accepted, for it is always so: from one state and gradients a step has the same bits in every run,
+        deterministic: accepted, being always so: from one state and gradients a step has the same bits in every run,
             on every replica, on any number of threads and, but for the codebook, beside any other parameters.
         error_if_nonfinite: raise before anything changes if a gradient is not finite; costs a host read per step.
 
