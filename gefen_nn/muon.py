@@ -18,6 +18,7 @@ from gefen_nn.presets import Preset
 from gefen_nn.route import Choice, Routing, Rules, check_used, choose, chosen_by, routing
 
 _STANDARD = (3.4445, -4.775, 2.0315)
+_MODES = ("auto", "distributed", "exact", "blockwise")
 _SCALES = (None, "original", "match_rms_adamw", "none")
 
 
@@ -40,7 +41,8 @@ class Muon(Preset):
         adjust_lr_fn: scale of the learning rate by shape, see `gefen_fn.adjust_scale`; None for "original".
         normuon: "norm_kept" or "paper" normalises rows.
         quantize: False keeps the momentum in fp32.
-        sharded: "auto"; what shards a matrix may have else is not there yet.
+        sharded: how matrices cut by shards are made orthogonal: "auto", "distributed", "exact" or "blockwise", see
+            `gefen_fn.scale_by_muon`.
         spec: which axes are the matrix: a `MatrixAxes`, a tree of those by name, or a function of such params.
         block: entries per scale: an int, a tree of ints, or `FlatBlocks`.
         codebook: "learned", "fixed" or a tensor.
@@ -80,23 +82,18 @@ class Muon(Preset):
         fused: bool | None = None,
         error_if_nonfinite: bool = False,
     ) -> None:
-        _check_sharded(sharded)
+        check_choice("sharded", sharded, _MODES)
         check_choice("adjust_lr_fn", adjust_lr_fn, _SCALES)
         self.error_if_nonfinite = error_if_nonfinite
         self.block = block if isinstance(block, int) else 0
         self._start = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         fixed = {"nesterov": nesterov, "eps": eps, "normuon": normuon, "quantize": quantize, "spec": spec}
-        fixed |= {"block": block, "codebook": codebook}
+        fixed |= {"block": block, "codebook": codebook, "sharded": sharded}
         named_otherwise = {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         flags = {"maximize": maximize, "fused": fused, "error_if_nonfinite": error_if_nonfinite}
         self._arguments = {**fixed, **named_otherwise, **flags}
         inner = {"coeffs": _coefficients(ns_coefficients, ns_steps), "adjust": adjust_lr_fn}
         self._build(params, _muon_rule(maximize, {**fixed, **inner}), fused)
-
-
-def _check_sharded(sharded: str) -> None:
-    if sharded != "auto":
-        raise ValueError(f"`sharded` must be 'auto' while matrices are whole: got {sharded!r}. Leave it out.")
 
 
 def _coefficients(given: Any, steps: int) -> Any:
@@ -203,7 +200,7 @@ class GefenMuon(Preset):
         fused: bool | None = None,
         error_if_nonfinite: bool = False,
     ) -> None:
-        _check_sharded(sharded)
+        check_choice("sharded", sharded, _MODES)
         check_choice("adjust_lr_fn", adjust_lr_fn, _SCALES)
         check_choice("backup", backup, ("gefen", "adamw"))
         given, module = _groups(model), model if isinstance(model, nn.Module) else None
@@ -215,7 +212,7 @@ class GefenMuon(Preset):
         self.error_if_nonfinite = error_if_nonfinite
         self.block = block if isinstance(block, int) else 0
         self._start = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
-        of_muon = {"nesterov": nesterov, "normuon": normuon, "quantize": quantize}
+        of_muon = {"nesterov": nesterov, "normuon": normuon, "quantize": quantize, "sharded": sharded}
         of_backup = {"backup": backup, "second_moment": second_moment, "b2_warmup": b2_warmup}
         fixed = {**of_muon, **of_backup, "block": block, "codebook": codebook, "require_muon": require_muon}
         named_otherwise = {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}

@@ -287,10 +287,17 @@ def test_a_fused_weight_that_is_split_steps_as_separate_parameters_m13(make, vie
 
 
 @pytest.mark.parametrize("make", [GefenMuon, Muon])
-@pytest.mark.parametrize("sharded", ["distributed", "exact", "blockwise"])
-def test_how_shards_are_made_orthogonal_is_said_or_refused_m14(make, sharded):
-    with pytest.raises(ValueError, match=f"`sharded` must be 'auto' while matrices are whole: got '{sharded}'"):
-        make([("w", nn.Parameter(torch.zeros(64, 64)))], sharded=sharded)
+def test_how_parts_of_a_matrix_are_made_orthogonal_is_one_of_four_modes_that_agree_on_a_whole_one_m14(make):
+    def stepped_weight(sharded):
+        p = nn.Parameter(torch.eye(64))
+        p.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+        make([("w", p)], sharded=sharded).step()
+        return p
+
+    whole = stepped_weight("auto")
+    assert all(torch.equal(whole, stepped_weight(mode)) for mode in ("distributed", "exact", "blockwise"))
+    with pytest.raises(ValueError, match=r"`sharded` must be one of .*'exact'.*got 'full'"):
+        make([("w", nn.Parameter(torch.eye(64)))], sharded="full")
 
 
 def test_compiled_orthogonalization_equals_eager_m22():
