@@ -368,6 +368,13 @@ def test_compiled_equals_eager_but_for_rounding_and_is_compiled_once():
         torch.compiler.set_stance("default")
 
 
+def test_other_shapes_are_compiled_too():
+    compiled = torch.compile(lambda *xs: orthogonalize_many(xs), fullgraph=True, backend="eager")
+    for shape in ((24, 64), (40, 64), (40, 70)):
+        xs = [drawn(*shape), drawn(*shape[::-1]), drawn(3, *shape)]
+        assert all(torch.equal(y, orthogonalize(x)) for x, y in zip(xs, compiled(*xs), strict=True))
+
+
 def test_a_derivative_passes_through():
     x, weight = drawn(8, 20).requires_grad_(), drawn(8, 20, seed=1)
     (orthogonalize(x, dtype=FP32) * weight).sum().backward()

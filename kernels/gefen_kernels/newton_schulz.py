@@ -149,17 +149,20 @@ def segments(
     A polynomial multiplies the smallest eigenvalues of R by a^2, and with them what rounding has left there: the
     rounding unit times all a^2 but the last of a segment may reach 1/64. Of equal costs the shorter segments win.
     """
-    unit = _rounding_unit(dtype)
     best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
     for end in range(1, len(triples) + 1):
-        options, loss = [], unit
-        for start in range(end - 1, -1, -1):
-            cost, cut = best[start]
-            options.append((cost + flops(rows, cols, (end - start,), tile=tile), (*cut, end - start)))
-            loss *= triples[start - 1][0] ** 2
+        cost, cut = best[-1]
+        least, chosen = cost + flops(rows, cols, (1,), tile=tile), (*cut, 1)
+        loss = _rounding_unit(dtype)
+        for start in range(end - 2, -1, -1):
+            loss *= triples[start][0] ** 2
             if loss > _LARGEST_LOSS:
                 break
-        best.append(min(options, key=lambda option: option[0]))
+            cost, cut = best[start]
+            cost += flops(rows, cols, (end - start,), tile=tile)
+            if cost < least:
+                least, chosen = cost, (*cut, end - start)
+        best.append((least, chosen))
     return best[-1][1]
 
 
