@@ -104,7 +104,7 @@ def describe(tx: GradientTransformation, params: Params) -> Report:
     owned: dict[str | None, dict[str, Tensor]] = {path: {} for path in (None, *leaves)}
     for key, x in flatten_state(tx.init(meta)).items():
         owned[_owner(key, leaves)][key] = x
-    rules = _quantizing(tx)
+    rules = quantizing(tx)
     reports = tuple(_leaf(path, places[path], owned[path], rules) for path in leaves)
     step, entries = fuse(tx), sum(p.numel() for p in leaves.values())
     return Report(repr(tx), "" if step is None else str(step), reports, state_bytes(owned[None]), entries, claims(tx))
@@ -153,7 +153,7 @@ def _note(shape: tuple[int, ...], rule: Mapping[str, Any]) -> str:
     return "block means: a side below 32" if fallen else ""
 
 
-def _quantizing(tx: GradientTransformation) -> dict[str, Mapping[str, Any]]:
+def quantizing(tx: GradientTransformation) -> dict[str, Mapping[str, Any]]:
     """The arguments of the stages that keep codes, by the names that their states have in `flatten_state`."""
     named: dict[str, Mapping[str, Any]] = {}
     for recipe in _cores(tx):

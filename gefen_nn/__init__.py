@@ -14,6 +14,7 @@
   `Choice` for each parameter, which may be given back as `rules`.
 - `save`, `save_async` and `load` keep a whole run in a folder, on one process or many, and move it to another number;
   `OptimizerState` and, for users of `gefen_fn`, `StateTree` are what torch.distributed.checkpoint takes.
+- `convert_state` makes state of what torch's AdamW or Gefen-X saved.
 - A state that does not fit raises `CheckpointError`, and nothing is changed; `GroupFailure` is raised where another
   process of the group failed.
 - `gefen` is the command line: `gefen demo`.
@@ -22,6 +23,7 @@
 import gefen_fn
 from gefen_fn.agree import GroupFailure
 from gefen_nn.checkpoint import LoadReport
+from gefen_nn.convert import convert_state
 from gefen_nn.dcp import OptimizerState, StateTree
 from gefen_nn.errors import CheckpointError
 from gefen_nn.muon import GefenMuon, Muon
@@ -45,6 +47,7 @@ __all__ = [
     "Routing",
     "StateTree",
     "TransformOptimizer",
+    "convert_state",
     "load",
     "route",
     "save",

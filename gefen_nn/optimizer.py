@@ -126,6 +126,11 @@ class TransformOptimizer(torch.optim.Optimizer):
         state, seen = self._grown(self._tracked(also))
         return state_view.slots(self._shown(state), seen.keys())
 
+    @property
+    def transform(self) -> GradientTransformation:
+        """What makes the steps."""
+        return self._tx
+
     def state_tree(self) -> OptState:
         """The transform's state, over `{name: parameter}`; its tensors are the optimizer's own."""
         self._sync()

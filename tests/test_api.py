@@ -107,6 +107,7 @@ ADAPTERS = {
     "save_async": "path, model, optimizer, **extra",
     "load": "path, model, optimizer, strict=True",
     "OptimizerState": "optimizer",
+    "convert_state": "source_state_dict, optimizer",
     "StateTree": "state, params",
     "route": "model, rules=None, *, lr=0.001, backup='gefen'",
 }
