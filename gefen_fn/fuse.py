@@ -16,6 +16,9 @@ from gefen_fn.base import GradientTransformation, OptState, Params, Updates, wri
 from gefen_fn.calibrate import check_can_learn, learn_from
 from gefen_fn.clip import clip_factor, first_column_axis
 from gefen_fn.gefen import ScaleByGefenState
+from gefen_fn.muon import ScaleByMuonState
+from gefen_fn.muon_plan import MuonLaunch, MuonWork
+from gefen_fn.muon_step import prepared_muon
 from gefen_fn.plan import Launch, StepPlan, Work, kernels_of, make_plan
 from gefen_fn.program import Part, Program, Stage, at, put, recognise
 from gefen_fn.rounding import StochasticRoundingState
@@ -84,7 +87,7 @@ class Step:
         """
         program, leaves, unlearned = self.program, tree_leaves(grads), _unlearned(self.program, state)
         plan = self._planned(grads, leaves, state, params)
-        moves_codes = unlearned and any(bool(work.count) for work in plan.works if work.part in unlearned)
+        moves_codes = unlearned and any(work.started for work in plan.works if work.part in unlearned)
         if not plan.launches or plan.share_memory(leaves) or moves_codes:
             return write_state(state, self._pure(grads, state, params, **extra))
         factor = _clip_factor(program.clip, plan, leaves, state)
@@ -194,18 +197,18 @@ def _clip_factor(clip: Stage | None, plan: StepPlan, leaves: Sequence[Any], stat
     return clip_factor(norm, value_of(clip, clip.recipe.args[0], state))
 
 
-def _squares(launch: Launch, grads: Sequence[Tensor]) -> Tensor:
+def _squares(launch: Launch | MuonLaunch, grads: Sequence[Tensor]) -> Tensor:
     """The sum of all squares, 0-dim float64: in one go where the back end can, which its step then goes on from."""
     starts = [first_column_axis(g) for g in grads]
-    if launch.sums:
+    if isinstance(launch, Launch) and launch.sums:
         return launch.module.squares(launch.plan, grads, starts)  # type: ignore[no-any-return]
     each = zip(grads, starts, strict=True)
     return torch.stack([launch.module.sum_of_squares(g, start=start) for g, start in each]).sum()
 
 
-def _stage(part: Part, state: OptState) -> ScaleByGefenState:
-    stage: ScaleByGefenState = at(state, part.core.path)
-    check_state(stage, ScaleByGefenState)
+def _stage(part: Part, state: OptState) -> Any:
+    stage = at(state, part.core.path)
+    check_state(stage, ScaleByMuonState if part.is_muon else ScaleByGefenState)
     return stage
 
 
@@ -220,7 +223,7 @@ def _drawn(part: Part, state: OptState) -> Tree:
 
 def _unlearned(program: Program, state: OptState) -> list[Part]:
     """The parts whose codebooks are to be learned and were not."""
-    rules = [(part, part.core.recipe.kwargs["codebook"]) for part in program.parts]
+    rules = [(part, part.core.recipe.kwargs["codebook"]) for part in program.parts if part.quantizes]
     learning = [part for part, rule in rules if isinstance(rule, str) and rule == "learned"]
     unlearned = [part for part in learning if not bool(_stage(part, state).learned)]
     if unlearned:
@@ -236,24 +239,31 @@ def _learned(
         stage = _stage(part, state)
         counts = torch.zeros(4096, dtype=torch.int64, device="cpu")
         for work in plan.works:
-            if work.part is part and not work.layout.dense:
+            if work.part is part and not work.counted.dense:
                 counts += _histogram(work, leaves[work.index], factor, fused=work.index in plan.fused)
         book, learned = learn_from(counts, stage.codebook, stage.learned)
         state = put(state, part.core.path, stage._replace(codebook=book, learned=learned))
     return state
 
 
-def _histogram(work: Work, grad: Tensor, factor: Tensor | None, *, fused: bool) -> Tensor:
+def _histogram(work: Work | MuonWork, grad: Tensor, factor: Tensor | None, *, fused: bool) -> Tensor:
     g = grad if factor is None else multiply(factor, grad)
     module = kernels_of(g) if fused else reference
-    counts: Tensor = module.histogram(g, block=work.layout.block, start=work.layout.start)
+    counts: Tensor = module.histogram(g, block=work.counted.block, start=work.counted.start)
     return counts.cpu()
 
 
 def _prepared(
-    program: Program, launch: Launch, leaves: Sequence[Any], grads: Updates, state: OptState, factor: Tensor | None
+    program: Program,
+    launch: Launch | MuonLaunch,
+    leaves: Sequence[Any],
+    grads: Updates,
+    state: OptState,
+    factor: Tensor | None,
 ) -> Callable[[], None]:
     """All that can be refused is done here; the result does the step."""
+    if isinstance(launch, MuonLaunch):
+        return prepared_muon(program, launch, leaves, grads, state, factor)
     works, part = launch.works, launch.works[0].part
     scalars = scalars_of(launch, grads, state, factor)
     book = at(state, part.core.path).codebook.to(works[0].param.device)

@@ -98,8 +98,11 @@ def takes_schedules(factory: Callable[P, GradientTransformation]) -> Callable[P,
         if not any(is_schedule(value) for value in (*args, *kwargs.values())):
             return factory(*args, **kwargs)
         given = inspect.signature(factory).bind(*args, **kwargs)
+        scheduled = {name for name, x in given.arguments.items() if is_schedule(x)} - set(_FUNCTIONS_OF_PARAMS)
+        if not scheduled:
+            return factory(*args, **kwargs)
         given.apply_defaults()
-        static = [name for name, x in given.arguments.items() if name in _FUNCTIONS_OF_PARAMS or not is_schedule(x)]
+        static = [name for name in given.arguments if name not in scheduled]
         return inject_hyperparams(factory, static)(*args, **kwargs)
 
     return build

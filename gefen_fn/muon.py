@@ -238,7 +238,7 @@ def _momentum(
     else:
         book = codebook.to(g.device)
         drive: Drive = "ahead" if ahead else "m_hat"
-        lie = {"block": layout.block, "start": layout.start}
+        lie: dict[str, Any] = {"block": layout.block, "start": layout.start}
         d, *stored = ops.moment(g, mu.codes, mu.absmax, book, decay, rest, ties=rule.ties, drive=drive, **lie)
         mu = Quantized(*stored)
     return (_corrected(rule, d, g.float(), momentum, t[0]) if rule.convention == "nadam" else d), mu

@@ -12,7 +12,7 @@ from gefen_fn.base import OptState, Params, Updates
 from gefen_fn.blocks import LeafLayout, layouts
 from gefen_fn.combine import bools, choices_of
 from gefen_fn.first_moment import check_moment
-from gefen_fn.gefen import ScaleByGefenState
+from gefen_fn.muon_plan import MuonLaunch, MuonWork, muon_works
 from gefen_fn.program import Part, Program, at
 from gefen_fn.quantize import Quantized, tie_rule
 from gefen_fn.rounding import leaf_seeds
@@ -48,6 +48,23 @@ class Work:
     def warms(self) -> bool:
         """Whether the second moment's decay is warmed, which leaves nothing to correct."""
         return self.part.core.recipe.kwargs["b2_warmup"] is not None and self.policy.warms
+
+    @property
+    def counted(self) -> LeafLayout:
+        """The blocks that a histogram counts it in."""
+        return self.layout
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a moment that codes stand for."""
+        return bool(self.count)
+
+    def takes(self, grad: Tensor) -> bool:
+        """Whether a back end steps it; blocks over a flattened leaf with tiles of its matrix are the pure path's."""
+        if isinstance(self.policy, Factored) and self.layout.unflattened is not self.layout:
+            return False
+        module = ops.back_end(self.param.device)
+        return module is not None and bool(module.supports(self.leaf(grad, decays=True)))
 
     def leaf(self, grad: Tensor, decays: bool) -> Leaf:
         """The leaf as a back end takes it."""
@@ -111,8 +128,8 @@ class StepPlan:
 
     key: list[Any]
     facts: list[Any]
-    works: list[Work]
-    launches: list[Launch]
+    works: list[Work | MuonWork]
+    launches: list[Launch | MuonLaunch]
     fused: frozenset[int]
     written: frozenset[int]
 
@@ -131,15 +148,19 @@ def make_plan(
     """
     leaves = tree_leaves(grads)
     works = _works(program, grads, state, params)
-    taken = [work for work in works if _takes(work, leaves[work.index])]
+    taken = [work for work in works if work.takes(leaves[work.index])]
     if _overlap([work.param for work in taken]):
         taken = []  # tied memory: what one leaf writes another would read
     if program.clip is not None and len(taken) < sum(g is not None for g in leaves):
         taken = []  # the norm is over all leaves, so all go one way
-    launches = []
+    launches: list[Launch | MuonLaunch] = []
     for part in program.parts:
-        own = [work for work in taken if work.part is part]
         decays = _decays(part, [work.index for work in works if work.part is part], grads, params)
+        matrices = [work for work in taken if isinstance(work, MuonWork) and work.part is part]
+        if matrices:
+            cpu: Any = ops.back_end(matrices[0].param.device)
+            launches.append(MuonLaunch(matrices, cpu, [decays[work.index] for work in matrices]))
+        own = [work for work in taken if isinstance(work, Work) and work.part is part]
         for device in dict.fromkeys(work.param.device for work in own):
             there = [work for work in own if work.param.device == device]
             module: Any = ops.back_end(device)
@@ -151,13 +172,17 @@ def make_plan(
     return StepPlan(key, facts, works, launches, frozenset(work.index for work in taken), written)
 
 
-def _works(program: Program, grads: Updates, state: OptState, params: Params) -> list[Work]:
+def _works(program: Program, grads: Updates, state: OptState, params: Params) -> list[Work | MuonWork]:
     """The leaves of all parts that have a gradient."""
     own = tree_parts(grads, params)
     labels = [None] * len(own) if program.labels is None else choices_of(program.labels, grads, params)
-    out = []
+    out: list[Work | MuonWork] = []
     for part in program.parts:
-        stage: ScaleByGefenState = at(state, part.core.path)
+        stage: Any = at(state, part.core.path)
+        if part.is_muon:
+            shown = [label == part.label for label in labels]
+            out += muon_works(part, stage, _only(grads, grads, shown), _only(grads, params, shown))
+            continue
         trees = (stage.count, stage.mu, stage.nu, layouts(part.core.recipe.kwargs["block"], grads))
         drawn = [None] * len(own) if part.rounding is None else tree_parts(grads, at(state, part.rounding.path).count)
         columns = (own, labels, leaf_seeds(grads, str(program)), drawn, *(tree_parts(grads, tree) for tree in trees))
@@ -171,12 +196,10 @@ def _works(program: Program, grads: Updates, state: OptState, params: Params) ->
     return out
 
 
-def _takes(work: Work, grad: Tensor) -> bool:
-    """Whether a back end steps this leaf; blocks over a flattened leaf with tiles of its matrix are the pure path's."""
-    if isinstance(work.policy, Factored) and work.layout.unflattened is not work.layout:
-        return False
-    module = ops.back_end(work.param.device)
-    return module is not None and bool(module.supports(work.leaf(grad, decays=True)))
+def _only(grads: Updates, tree: Any, shown: Sequence[bool]) -> Any:
+    """`tree`, which is like `grads`, with `None` at the leaves that are not shown."""
+    leaves = [x if keep else None for x, keep in zip(tree_parts(grads, tree), shown, strict=True)]
+    return tree_unflatten(tree_structure(grads), leaves)
 
 
 def _decays(part: Part, shown: list[int], grads: Updates, params: Params) -> list[bool]:

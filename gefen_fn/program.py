@@ -3,8 +3,10 @@
 An expression is recognised if, from left to right, it is
 
     [scale(-1)] [clip_by_global_norm] part      or      [scale(-1)] [clip_by_global_norm] partition({label: part})
-    part = scale_by_gefen [add_decayed_weights, masked or not] [scale_by_learning_rate or its like]
+    part = direction [add_decayed_weights, masked or not] [scale_by_learning_rate or its like]
            [stochastic_rounding]
+    direction = scale_by_gefen      or      scale_by_muon [scale_by_matrix_shape]: without NorMuon, NAdam and
+                stochastic_rounding
 
 in any nesting of `chain`, `named_chain` and `inject_hyperparams`. Labels of a partition that are no such part, and
 leaves that no back end takes, go through the pure path inside the same step.
@@ -39,12 +41,13 @@ class Part(NamedTuple):
     """The stages that step one set of leaves in one go.
 
     Attributes:
-        core: `scale_by_gefen`.
+        core: `scale_by_gefen` or `scale_by_muon`.
         decay: `add_decayed_weights`, or None.
         mask: which leaves decay; None for all.
         rate: the stage that multiplies at the end, or None.
         rounding: `stochastic_rounding`, or None.
         label: in a partition, the label of the leaves.
+        shape: `scale_by_matrix_shape` of Muon, or None.
     """
 
     core: Stage
@@ -53,11 +56,23 @@ class Part(NamedTuple):
     rate: Stage | None
     rounding: Stage | None
     label: Any = None
+    shape: Stage | None = None
+
+    @property
+    def is_muon(self) -> bool:
+        """Whether it makes matrices orthogonal."""
+        return self.core.recipe.name == "scale_by_muon"
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether there may be codes in its state."""
+        return bool(self.core.recipe.kwargs.get("quantize", True))
 
     @property
     def stages(self) -> list[Stage]:
         """Those that there are."""
-        return [stage for stage in (self.core, self.decay, self.rate, self.rounding) if stage is not None]
+        given = (self.core, self.shape, self.decay, self.rate, self.rounding)
+        return [stage for stage in given if stage is not None]
 
     @property
     def sign(self) -> float:
@@ -188,17 +203,23 @@ def _partition(stage: Stage) -> tuple[Part, ...]:
 def _part(stages: list[Stage]) -> Part | None:
     if not stages or not _is_core(stages[0].recipe):
         return None
-    core, rest = stages[0], stages[1:]
+    core, rest, shape = stages[0], stages[1:], None
+    if core.recipe.name == "scale_by_muon" and rest and rest[0].recipe.name == "scale_by_matrix_shape":
+        shape, rest = rest[0], rest[1:]
     decay, mask = _decay(rest[0]) if rest else (None, None)
     if decay is not None:
         rest = rest[1:]
     rate = rest.pop(0) if rest and rest[0].recipe.name in _RATES else None
     rounding = rest.pop(0) if rest and rest[0].recipe.name == "stochastic_rounding" else None
-    return None if rest else Part(core, decay, mask, rate, rounding)
+    part = Part(core, decay, mask, rate, rounding, shape=shape)
+    return None if rest or (part.is_muon and rounding is not None) else part
 
 
 def _is_core(recipe: Recipe) -> bool:
-    return recipe.name == "scale_by_gefen" and type(recipe.kwargs["second_moment"]) in (Dense, Block, Factored)
+    given = recipe.kwargs
+    if recipe.name == "scale_by_muon":
+        return not given["normuon"] and given["convention"] != "nadam"
+    return recipe.name == "scale_by_gefen" and type(given["second_moment"]) in (Dense, Block, Factored)
 
 
 def _decay(stage: Stage) -> tuple[Stage | None, Any]:

@@ -11,6 +11,7 @@ from gefen_fn import (
     Dense,
     Factored,
     FlatBlocks,
+    MatrixAxes,
     MultiSteps,
     StructureError,
     adamw,
@@ -26,10 +27,13 @@ from gefen_fn import (
     flatten_state,
     fuse,
     gefen,
+    gefen_muon,
     identity,
     inject_hyperparams,
     linear_schedule,
     masked,
+    muon,
+    muon_labels,
     named_chain,
     partition,
     scale,
@@ -60,6 +64,7 @@ LABELS = {
     "scalar": "gefen",
     "none": "gefen",
 }
+PARTS = {k: MatrixAxes(0, 1, split=(200, 60, 40)) if k == "w" else None for k in SHAPES}
 EXPRESSIONS = {
     "gefen": lambda: gefen(1e-2),
     "gefen with decay": lambda: gefen(1e-2, weight_decay=0.1),
@@ -97,6 +102,21 @@ EXPRESSIONS = {
         clip_by_global_norm(0.1),
         partition({"gefen": gefen(1e-2), "adam": adamw(COSINE), "still": set_to_zero()}, LABELS),
     ),
+    "gefen_muon": lambda: gefen_muon(1e-2),
+    "clipped gefen_muon": lambda: chain(
+        clip_by_global_norm(0.5), gefen_muon(COSINE, weight_decay=0.1, mask=decay_mask)
+    ),
+    "injected gefen_muon": lambda: inject_hyperparams(gefen_muon)(
+        1e-2, momentum=linear_schedule(0.8, 0.9, 5), spec=PARTS
+    ),
+    "dense gefen_muon": lambda: gefen_muon(1e-2, quantize=False, nesterov=False, backup="adamw", weight_decay=0.1),
+    "gefen_muon of parts": lambda: gefen_muon(1e-2, adjust=None, spec=PARTS, codebook="fixed"),
+    "gefen_muon with other blocks": lambda: gefen_muon(1e-2, spec={**PARTS, "conv": MatrixAxes(2, (3, 1))}),
+    "gefen_muon by sums": lambda: partition(
+        {"muon": muon(1e-2, convention="sum", block=FlatBlocks(100)), "gefen": gefen(1e-2)}, muon_labels
+    ),
+    "gefen_muon, NorMuon": lambda: gefen_muon(1e-2, normuon="norm_kept"),
+    "accumulating gefen_muon": lambda: MultiSteps(chain(scale(-1.0), gefen_muon(1e-2)), 2),
 }
 
 
@@ -129,7 +149,7 @@ def test_four_fused_steps_are_four_plain_ones(make):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", ["gefen with decay", "clip", "ascent", "random parameters"])
+@pytest.mark.parametrize("name", ["gefen with decay", "clip", "ascent", "random parameters", "clipped gefen_muon"])
 def test_other_dtypes_are_rounded_alike(name, dtype):
     tx = EXPRESSIONS[name]()
     step = fuse(tx)
