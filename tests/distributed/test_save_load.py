@@ -1,0 +1,129 @@
+"""Saves, and loads onto other meshes: items 40 to 50 of the list that the design accepts shards by."""
+
+import pytest
+
+from tests.distributed.saving import (
+    DAMAGE,
+    OWN,
+    load_run,
+    load_stock,
+    load_trees,
+    plain_loads,
+    readings,
+    refused_loads,
+    refused_saves,
+    run_after,
+    save_run,
+    save_trees,
+    save_while_training,
+    shard_later,
+    trees_after,
+    trees_index,
+)
+from tests.distributed.test_shards import different
+
+ONE = (None, "rows")
+
+
+def on(pools, sides, case, *args):
+    """What rank 0 of as many workers as a mesh has members returns; None: this process alone."""
+    if sides is None:
+        return case(0, *args)
+    world = sides[0] * (sides[1] if len(sides) > 1 else 1)
+    return pools(world).run(case, *args)[0]
+
+
+@pytest.fixture(scope="module")
+def expected_trees():
+    return trees_after(0, ONE, 2), trees_after(0, ONE, 3)
+
+
+TREES = [
+    (((2,), "rows"), [((4,), "rows"), ((3,), "rows"), ONE]),
+    (((4,), "rows"), [((2,), "rows")]),
+    (ONE, [((2,), "rows")]),
+    (((2, 2), "hsdp"), [((1, 4), "hsdp"), ((4, 1), "hsdp")]),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), TREES, ids=["2 to 4, 3 and 1", "4 to 2", "1 to 2", "hsdp"])
+def test_43_45_46_every_policy_moves_between_meshes_to_the_bit(pools, tmp_path, expected_trees, before, after):
+    folder = str(tmp_path / "run")
+    on(pools, before[0], save_trees, before, folder)
+    for where in after:
+        loaded, stepped = on(pools, where[0], load_trees, where, folder)
+        assert not different(expected_trees[0], loaded)
+        assert not different(expected_trees[1], stepped)
+
+
+RUNS = [
+    ("net", (2,), "net", (2,)),
+    ("net", (2,), "net", (3,)),
+    ("net", None, "net", (2,)),
+    ("net", (2, 2), "net", None),
+    ("tp", (2, 2), "feed", (2,)),
+]
+
+
+@pytest.mark.parametrize(("kind", "before", "other", "after"), RUNS, ids=[f"{r[0]} {r[1]} to {r[3]}" for r in RUNS])
+def test_q1_d26_47_a_run_goes_on_elsewhere_as_if_it_had_not_been_interrupted(
+    pools, tmp_path, kind, before, other, after
+):
+    folder = str(tmp_path / "run")
+    on(pools, before, save_run, kind, before, folder)
+    report, loaded, stepped = on(pools, after, load_run, other, after, folder)
+    assert report == ((), (), {"step": 2})
+    assert not different(run_after(0, other, None, 2), loaded)
+    assert not different(run_after(0, other, None, 3), stepped)
+
+
+def state_of(tensors):
+    return {key: x for key, x in tensors.items() if ": " in key}
+
+
+def test_48_an_asynchronous_save_is_of_the_moment_of_the_call_while_training_goes_on(pools, tmp_path):
+    pools(2).run(save_while_training, str(tmp_path))
+    expected = run_after(0, "net", None, 2)
+    assert not different(expected, load_run(0, "net", None, str(tmp_path / "ours"))[1])
+    assert not different(state_of(expected), load_stock(0, None, str(tmp_path / "stock")))
+
+
+def test_50_a_save_is_refused_on_all_processes_before_the_first_byte(pools, tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    others, own = pools(2).run(refused_saves, str(tmp_path))
+    for name, (_, _, text) in OWN.items():
+        assert own[name][0].startswith("CheckpointError") and text in own[name][0]
+        assert others[name][0].startswith("GroupFailure") and "members [1]" in others[name][0]
+        assert not own[name][1] and not others[name][1]
+
+
+def test_41_42_d24_a_load_that_one_process_refuses_is_refused_by_all_and_changes_nothing(pools):
+    others, own = pools(2).run(refused_loads, (2,))
+    for name in DAMAGE:
+        assert own[name][0].startswith("CheckpointError") and name in own[name][0]
+        assert others[name][0].startswith("GroupFailure") and "members [1]" in others[name][0]
+        assert not own[name][1] and not others[name][1]
+
+
+def test_40_a_plain_load_takes_its_own_mesh_or_whole_tensors_and_copies_no_group(pools):
+    expected = state_of(run_after(0, "net", None, 1))
+    for refused, loaded, same_groups in pools(4).run(plain_loads):
+        assert refused.startswith("CheckpointError") and "must lie as the target's" in refused
+        assert not different(expected, loaded)
+        assert same_groups
+
+
+def test_d11_d18_d19_q9_q10_every_process_has_the_same_keys_and_its_own_parts_and_stock_calls_gather(pools):
+    answers = pools(4).run(readings, (2, 2))
+    assert len({index for index, _, _ in answers}) == 1
+    assert all(sized for _, sized, _ in answers)
+    gathered = answers[0][2]["state"]
+    assert gathered["up.bias"]["scale_by_gefen.count"] == 1 and gathered["up.weight"]["scale_by_gefen.count"] == 0
+    assert gathered["head.weight"]["scale_by_gefen.mu.codes"].shape == (257, 64)
+    assert len(set(pools(4).run(trees_index, ((4,), "rows")))) == 1
+
+
+def test_d15_state_follows_parameters_that_are_sharded_after_the_optimizer_was_built(pools):
+    expected = run_after(0, "feed", None, 3)
+    assert not different(expected, pools(2).run(shard_later)[0])
