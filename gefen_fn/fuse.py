@@ -15,6 +15,7 @@ from gefen_fn.accumulate import MultiSteps, apply_if_finite
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates, write_updates
 from gefen_fn.calibrate import check_can_learn, learn_from
 from gefen_fn.clip import clip_factor, first_column_axis
+from gefen_fn.combine import chain
 from gefen_fn.gefen import ScaleByGefenState
 from gefen_fn.muon import ScaleByMuonState
 from gefen_fn.muon_plan import MuonLaunch, MuonWork
@@ -148,7 +149,7 @@ class GuardedStep:
         inner: the step in place of the guarded transform.
     """
 
-    def __init__(self, name: str, outer: GradientTransformation, inner: "Step | GuardedStep") -> None:
+    def __init__(self, name: str, outer: GradientTransformation, inner: "FusedStep") -> None:
         self._name, self._outer, self.inner = name, outer, inner
 
     def __str__(self) -> str:
@@ -161,23 +162,55 @@ class GuardedStep:
         return self._outer.update(grads, state, params, **extra)[1]  # what is to be written the inner step has written
 
 
-def fuse(tx: GradientTransformation) -> Step | GuardedStep | None:
-    """The step in place of a transform, or None if its expression is not recognised (see `gefen_fn.program`).
+class ChainedStep:
+    """A step in place at the end of a chain whose other stages are pure.
 
-    The step is called as `step(grads, state, params, **extra) -> state`; printed, it says which stages are fused.
+    Attributes:
+        inner: the step in place of the last stage.
     """
-    recipe = getattr(tx.update, "recipe", None)
-    if recipe is not None and recipe.name in _GUARDS:
-        inner = fuse(recipe.args[0])
-        if inner is None:
-            return None
-        outer = _GUARDS[recipe.name](_in_place(recipe.args[0], inner), *recipe.args[1:], **recipe.kwargs)
-        return GuardedStep(recipe.name, outer, inner)
-    program = recognise(tx)
-    return None if program is None else Step(tx, program)
+
+    def __init__(self, front: GradientTransformation, inner: "FusedStep") -> None:
+        self._front, self.inner = front, inner
+
+    def __str__(self) -> str:
+        """What is fused."""
+        return str(self.inner)
+
+    @torch.no_grad()
+    def __call__(self, grads: Updates, state: OptState, params: Params, **extra: Any) -> OptState:
+        """Take one step; see `Step`."""
+        check_state(state, tuple)
+        updates, front = self._front.update(grads, state[:-1], params, **extra)
+        last = self.inner(updates, state[-1], params, **extra)
+        return (*write_state(state[:-1], front), last)
 
 
-def _in_place(tx: GradientTransformation, step: Step | GuardedStep) -> GradientTransformation:
+FusedStep = Step | GuardedStep | ChainedStep
+
+
+def fuse(tx: GradientTransformation) -> FusedStep | None:
+    """The step in place of a transform, or None if its expression is not recognised.
+
+    Recognised are the expressions of `gefen_fn.program`, `MultiSteps` and `apply_if_finite` around what is recognised,
+    and chains that end in it. The step is called as `step(grads, state, params, **extra) -> state`; printed, it says
+    which stages are fused.
+    """
+    recipe, program = getattr(tx.update, "recipe", None), recognise(tx)
+    if program is not None:
+        return Step(tx, program)
+    if recipe is None or not recipe.args or recipe.name not in ("chain", *_GUARDS):
+        return None
+    *front, last = recipe.args if recipe.name == "chain" else recipe.args[:1]
+    inner = fuse(last)
+    if inner is None:
+        return None
+    if recipe.name == "chain":
+        return ChainedStep(chain(*front), inner)
+    outer = _GUARDS[recipe.name](_in_place(last, inner), *recipe.args[1:], **recipe.kwargs)
+    return GuardedStep(recipe.name, outer, inner)
+
+
+def _in_place(tx: GradientTransformation, step: FusedStep) -> GradientTransformation:
     """`tx` as a transform that steps in place and leaves no updates."""
 
     def update(

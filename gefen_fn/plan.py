@@ -155,7 +155,7 @@ def make_plan(
         taken = []  # the norm is over all leaves, so all go one way
     launches: list[Launch | MuonLaunch] = []
     for part in program.parts:
-        decays = _decays(part, [work.index for work in works if work.part is part], grads, params)
+        decays = _decays(program, part, grads, params)
         matrices = [work for work in taken if isinstance(work, MuonWork) and work.part is part]
         if matrices:
             cpu: Any = ops.back_end(matrices[0].param.device)
@@ -175,7 +175,7 @@ def make_plan(
 def _works(program: Program, grads: Updates, state: OptState, params: Params) -> list[Work | MuonWork]:
     """The leaves of all parts that have a gradient."""
     own = tree_parts(grads, params)
-    labels = [None] * len(own) if program.labels is None else choices_of(program.labels, grads, params)
+    labels = _labels(program, grads, params)
     out: list[Work | MuonWork] = []
     for part in program.parts:
         stage: Any = at(state, part.core.path)
@@ -202,16 +202,18 @@ def _only(grads: Updates, tree: Any, shown: Sequence[bool]) -> Any:
     return tree_unflatten(tree_structure(grads), leaves)
 
 
-def _decays(part: Part, shown: list[int], grads: Updates, params: Params) -> list[bool]:
-    """Whether each leaf decays; the mask is asked about the leaves of its part, as the pure path asks it."""
+def _labels(program: Program, grads: Updates, params: Params) -> list[Any]:
+    """Whose each leaf is; None without a partition or masks."""
     leaves = tree_leaves(grads)
+    return [None] * len(leaves) if program.labels is None else choices_of(program.labels, grads, params)
+
+
+def _decays(program: Program, part: Part, grads: Updates, params: Params) -> list[bool]:
+    """Whether each leaf decays; the mask is asked about the leaves of its part, as the pure path asks it."""
     if part.decay is None or part.mask is None:
-        return [part.decay is not None] * len(leaves)
-    own, seen = tree_parts(grads, params), set(shown)
-    if part.label is not None:
-        leaves, own = ([x if i in seen else None for i, x in enumerate(xs)] for xs in (leaves, own))
-    spec = tree_structure(grads)
-    return bools(choices_of(part.mask, tree_unflatten(spec, leaves), tree_unflatten(spec, own)))
+        return [part.decay is not None] * len(tree_leaves(grads))
+    shown = [label == part.label for label in _labels(program, grads, params)]
+    return bools(choices_of(part.mask, _only(grads, grads, shown), _only(grads, params, shown)))
 
 
 def _overlap(tensors: Sequence[Tensor]) -> bool:

@@ -2,22 +2,25 @@
 
 An expression is recognised if, from left to right, it is
 
-    [scale(-1)] [clip_by_global_norm] part      or      [scale(-1)] [clip_by_global_norm] partition({label: part})
+    [scale(-1)] [clip_by_global_norm] parts
+    parts = part      or      partition({label: part, ...})      or      masked(part) masked(part) ...
     part = direction [add_decayed_weights, masked or not] [scale_by_learning_rate or its like]
            [stochastic_rounding]
     direction = scale_by_gefen      or      scale_by_muon [scale_by_matrix_shape]: without NorMuon, NAdam and
                 stochastic_rounding
 
-in any nesting of `chain`, `named_chain` and `inject_hyperparams`. Labels of a partition that are no such part, and
-leaves that no back end takes, go through the pure path inside the same step.
+in any nesting of `chain`, `named_chain` and `inject_hyperparams`. What is no such part in a partition or under a mask,
+leaves that no mask shows, and leaves that no back end takes go through the pure path inside the same step; if masks
+overlap all leaves do.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from gefen_fn.base import GradientTransformation, OptState, Recipe
+from gefen_fn.base import GradientTransformation, OptState, Params, Recipe
+from gefen_fn.combine import bools, choices_of
 from gefen_fn.second_moment import Block, Dense, Factored
-from gefen_fn.tree import StructureError
+from gefen_fn.tree import StructureError, Tree, tree_structure, tree_unflatten
 
 Path = tuple[Any, ...]
 _RATES = {"scale_by_learning_rate": -1.0, "scale": 1.0, "scale_by_schedule": 1.0}
@@ -46,7 +49,8 @@ class Part(NamedTuple):
         mask: which leaves decay; None for all.
         rate: the stage that multiplies at the end, or None.
         rounding: `stochastic_rounding`, or None.
-        label: in a partition, the label of the leaves.
+        label: in a partition, the label of the leaves; under masks, the number of theirs.
+        where: which leaves those are, in words.
         shape: `scale_by_matrix_shape` of Muon, or None.
     """
 
@@ -56,6 +60,7 @@ class Part(NamedTuple):
     rate: Stage | None
     rounding: Stage | None
     label: Any = None
+    where: str = ""
     shape: Stage | None = None
 
     @property
@@ -90,8 +95,8 @@ class Program(NamedTuple):
         negate: whether the gradient is negated first.
         clip: the `clip_by_global_norm`, or None.
         parts: what is stepped in one go.
-        labels: of a partition: a tree of labels, or a function of params; None for one part.
-        whole: whether the parts are all there is: no label of a partition is left to the pure path.
+        labels: of a partition or of masks: a tree of labels, or a function of params; None for one part.
+        whole: whether the parts are all there is: nothing in a partition or under a mask is left to the pure path.
     """
 
     negate: bool
@@ -112,7 +117,7 @@ class Program(NamedTuple):
         texts = []
         for part in self.parts:
             stages = [stage.recipe.name for stage in part.stages]
-            texts.append(" + ".join([*before, *stages]) + (f" for {part.label!r}" if self.labels is not None else ""))
+            texts.append(" + ".join([*before, *stages]) + part.where)
         return "; ".join(texts)
 
 
@@ -150,13 +155,9 @@ def recognise(tx: GradientTransformation) -> Program | None:
     negate = bool(stages) and _is_negation(stages[0])
     rest = stages[negate:]
     clip = rest.pop(0) if rest and rest[0].recipe.name == "clip_by_global_norm" else None
-    if len(rest) == 1 and rest[0].recipe.name == "partition":
-        transforms, labels = rest[0].recipe.args
-        parts, whole = _partition(rest[0]), len(_partition(rest[0])) == len(transforms)
-    else:
-        part = _part(rest)
-        parts, labels, whole = (() if part is None else (part,)), None, True
-    return Program(negate, clip, parts, labels, whole) if parts else None
+    parts, labels = _parts(rest)
+    known = tuple(part for part in parts if part is not None)
+    return Program(negate, clip, known, labels, len(known) == len(parts)) if known else None
 
 
 def _stages(tx: Any, path: Path, owner: Stage | None) -> Iterator[Stage]:
@@ -190,14 +191,33 @@ def _is_negation(stage: Stage) -> bool:
     return isinstance(value, (int, float)) and value == -1
 
 
-def _partition(stage: Stage) -> tuple[Part, ...]:
-    transforms: Mapping[Any, GradientTransformation] = stage.recipe.args[0]
-    found = []
-    for label, tx in transforms.items():
-        part = _part(list(_stages(tx, (*stage.path, "inner_states", label), stage.owner)))
-        if part is not None:
-            found.append(part._replace(label=label))
-    return tuple(found)
+def _parts(rest: list[Stage]) -> tuple[list[Part | None], Any]:
+    """What is stepped in one go, None for what is no part, and the labels that tell whose each leaf is."""
+    if len(rest) == 1 and rest[0].recipe.name == "partition":
+        stage, (transforms, labels) = rest[0], rest[0].recipe.args
+        rows = [(tx, ("inner_states", label), label, f" for {label!r}") for label, tx in transforms.items()]
+        return [_inner_part(stage, *row) for row in rows], labels
+    if rest and all(stage.recipe.name == "masked" for stage in rest):
+        inside = [(stage, stage.recipe.args[0], ("inner_state",), n) for n, stage in enumerate(rest)]
+        return [_inner_part(*row, " where masked") for row in inside], _only_shown([s.recipe.args[1] for s in rest])
+    return [_part(rest)], None
+
+
+def _inner_part(stage: Stage, tx: GradientTransformation, path: Path, label: Any, where: str) -> Part | None:
+    part = _part(list(_stages(tx, (*stage.path, *path), stage.owner)))
+    return None if part is None else part._replace(label=label, where=where)
+
+
+def _only_shown(masks: list[Any]) -> Callable[[Params], Tree]:
+    """Labels: the number of the one mask that shows a leaf, None where none does; None everywhere if masks overlap."""
+
+    def labels(params: Params) -> Tree:
+        rows = list(zip(*(bools(choices_of(mask, params, params)) for mask in masks), strict=True))
+        apart = all(sum(row) < 2 for row in rows)
+        numbers = [row.index(True) if apart and any(row) else None for row in rows]
+        return tree_unflatten(tree_structure(params), numbers)
+
+    return labels
 
 
 def _part(stages: list[Stage]) -> Part | None:

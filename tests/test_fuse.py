@@ -39,7 +39,10 @@ from gefen_fn import (
     scale,
     scale_by_gefen,
     set_to_zero,
+    sgd,
     stochastic_rounding,
+    trace,
+    zero_nans,
 )
 from gefen_fn.base import write_updates
 from gefen_kernels import cpu, ops
@@ -64,6 +67,14 @@ LABELS = {
     "scalar": "gefen",
     "none": "gefen",
 }
+FIRST = {k: k in ("embed", "w", "norm") for k in SHAPES}
+SECOND = {k: not shown for k, shown in FIRST.items()}
+
+
+def matrices(params):
+    return {k: p is not None and p.ndim > 1 for k, p in params.items()}
+
+
 PARTS = {k: MatrixAxes(0, 1, split=(200, 60, 40)) if k == "w" else None for k in SHAPES}
 EXPRESSIONS = {
     "gefen": lambda: gefen(1e-2),
@@ -98,6 +109,16 @@ EXPRESSIONS = {
             lambda p: {k: "a" if k in ("w", "norm") else "b" for k in p},
         ),
     ),
+    "masked": lambda: masked(gefen(1e-2, weight_decay=0.1, mask=decay_mask), FIRST),
+    "masked and injected": lambda: inject_hyperparams(lambda lr: masked(gefen(lr), matrices))(COSINE),
+    "two masks": lambda: chain(masked(gefen(1e-2), FIRST), masked(gefen(COSINE, second_moment=Block()), SECOND)),
+    "masks over each other": lambda: chain(masked(gefen(1e-2), FIRST), masked(gefen(2e-2), matrices)),
+    "a mask beside another": lambda: chain(masked(gefen(1e-2), FIRST), masked(adamw(COSINE), SECOND)),
+    "clip before masks": lambda: chain(clip_by_global_norm(0.1), masked(gefen(1e-2), FIRST), masked(sgd(0.1), SECOND)),
+    "after another stage": lambda: chain(trace(0.5), clip(0.1), gefen(COSINE)),
+    "after itself": lambda: chain(gefen(1e-1), gefen(1e-2)),
+    "clip before accumulation": lambda: chain(clip_by_global_norm(COSINE), MultiSteps(gefen(COSINE), 2)),
+    "guarded after a stage": lambda: apply_if_finite(chain(zero_nans(), chain(clip(0.1), gefen(1e-2))), 3),
     "clip before a partition in part": lambda: chain(
         clip_by_global_norm(0.1),
         partition({"gefen": gefen(1e-2), "adam": adamw(COSINE), "still": set_to_zero()}, LABELS),
@@ -188,12 +209,12 @@ def test_strided_tensors_bad_gradients_and_threads_change_no_bit(threads):
     "tx",
     [
         adamw(1e-3),
-        chain(clip(1.0), gefen(1e-3)),
-        chain(gefen(1e-3), gefen(1e-3)),
         chain(gefen(1e-3), stochastic_rounding(), stochastic_rounding()),
-        chain(stochastic_rounding(), gefen(1e-3)),
         MultiSteps(adamw(1e-3), 2),
-        masked(gefen(1e-3), True),
+        chain(gefen(1e-3), clip(1.0)),
+        masked(adamw(1e-3), True),
+        masked(chain(clip_by_global_norm(1.0), gefen(1e-3)), True),
+        chain(masked(scale_by_gefen(), True), scale(-1e-3)),
         chain(scale_by_gefen(), add_decayed_weights(0.1), add_decayed_weights(0.1)),
         inject_hyperparams(lambda lr: gefen(lr * 2))(1e-3),
         chain(),
@@ -204,11 +225,21 @@ def test_another_expression_is_not_fused(tx):
     assert fuse(tx) is None
 
 
-def test_the_program_says_what_is_fused():
-    text = str(fuse(EXPRESSIONS["clip before a partition"]()).program)
-    assert text.startswith(
-        "clip_by_global_norm + scale_by_gefen + add_decayed_weights + scale_by_learning_rate for 'a'"
-    )
+STEP = "scale_by_gefen + add_decayed_weights + scale_by_learning_rate"
+TEXTS = {
+    "clip before a partition": f"clip_by_global_norm + {STEP} for 'a'; clip_by_global_norm + {STEP} for 'b'",
+    "a mask beside another": f"{STEP} where masked",
+    "after another stage": STEP,
+    "clip before accumulation": f"MultiSteps({STEP})",
+    "guarded after a stage": f"apply_if_finite({STEP})",
+    "partition": f"{STEP} for 'gefen'",
+}
+
+
+@pytest.mark.parametrize(("name", "text"), TEXTS.items(), ids=TEXTS)
+def test_a_step_and_a_report_say_what_is_fused(name, text):
+    tx = EXPRESSIONS[name]()
+    assert str(fuse(tx)) == describe(tx, {k: torch.ones(s) for k, s in SHAPES.items()}).fused == text
 
 
 def test_a_gradient_that_does_not_fit_changes_nothing():
@@ -409,7 +440,10 @@ def test_leaves_of_different_dtypes_step_together():
     assert differing(flatten_state(state), flatten_state(other)) == []
 
 
-@pytest.mark.parametrize("name", ["gefen", "injected", "clip by a schedule", "partition", "accumulating"])
+KEPT = ["gefen", "injected", "clip by a schedule", "partition", "masked", "after another stage", "accumulating"]
+
+
+@pytest.mark.parametrize("name", KEPT)
 def test_the_state_stays_the_same_tensors(name):
     tx = EXPRESSIONS[name]()
     step, params = fuse(tx), {k: noise(s, 9, torch.float32) for k, s in SHAPES.items()}
