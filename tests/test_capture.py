@@ -156,9 +156,9 @@ def on_meta(tx):
 @pytest.mark.parametrize("make", UNREAD.values(), ids=UNREAD)
 def test_a_fused_step_reads_no_tensor_and_moves_none(make):
     tx, taken = make(), []
-    norm = lambda x, start: torch.empty((), dtype=torch.float64, device=x.device)  # noqa: E731
+    squares = lambda plan, grads, starts: torch.empty((), dtype=torch.float64, device=META)  # noqa: E731
     run_step = lambda plan, grads, scalars, book, **options: taken.append(scalars)  # noqa: E731
-    back_end = mock.Mock(run_step=run_step, sum_of_squares=norm)
+    back_end = mock.Mock(run_step=run_step, squares=squares)
     step, trees = fuse(tx), on_meta(tx)
     with mock.patch.object(ops, "back_end", lambda device: back_end):
         step(*trees)

@@ -30,6 +30,8 @@ SECTIONS = (
     Section("step fp32", "parity_step:rows", ("fp32", "fp32")),
     Section("step mixed", "parity_step:mixed", card=True),
     Section("step expressions", "parity_step:expressions", card=True),
+    Section("step random", "parity_step:drawn", card=True),
+    Section("step clipped", "parity_step:clipped", card=True),
     Section("step float64", "parity_step:against_float64"),
     Section("codec fp32", "parity_codec:layouts", ("fp32",)),
     Section("codec bf16", "parity_codec:layouts", ("bf16",), card=True),

@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("run.sh")
 
 def test_a_dry_run_reports_every_section_and_passes_what_a_cpu_can_tell(tmp_path):
     environment = os.environ | {"OUT": str(tmp_path), "PYTHON": sys.executable}
-    subprocess.run(["bash", str(SCRIPT), "--dry"], env=environment, check=True, timeout=58, stdout=subprocess.DEVNULL)
+    subprocess.run(["bash", str(SCRIPT), "--dry"], env=environment, check=True, timeout=170, stdout=subprocess.DEVNULL)
     sections, text = (
         json.loads((tmp_path / "report.json").read_text())["sections"],
         (tmp_path / "report.md").read_text(),

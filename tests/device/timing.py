@@ -21,7 +21,7 @@ import torch
 from torch.nn import Parameter
 
 from gefen_fn import Block, Factored, chain, clip_by_global_norm, gefen, inject_hyperparams
-from gefen_kernels import triton_stats, triton_update
+from gefen_kernels import triton_norm, triton_stats, triton_update
 from gefen_nn import Gefen, TransformOptimizer
 from tests.benchmarks import arms
 from tests.benchmarks.arms import OPTIONS, SHAPES, Shapes
@@ -30,7 +30,7 @@ from tests.device.checks import DTYPES, Checks, Skip
 
 _TURN_MS, _ROUNDS = 20.0, 15
 _COPIED = 1 << 30
-_KERNELS = {name for m in (triton_stats, triton_update) for name in vars(m) if name.endswith("_kernel")}
+_KERNELS = {name for m in (triton_norm, triton_stats, triton_update) for name in vars(m) if name.endswith("_kernel")}
 
 # One layer of Llama-3.2-1B is 60.8M parameters; with its tied embedding 1.24B in all.
 _LAYER = [
@@ -62,11 +62,11 @@ class ClippedAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-def _clipped(named: list[Any]) -> torch.optim.Optimizer:
+def _clipped(**options: Any) -> Build:
     def rule(learning_rate: Any) -> Any:
-        return chain(clip_by_global_norm(1.0), gefen(learning_rate, weight_decay=0.01))
+        return chain(clip_by_global_norm(1.0), gefen(learning_rate, weight_decay=0.01, **options))
 
-    return TransformOptimizer(named, inject_hyperparams(rule)(1e-3))
+    return lambda named: TransformOptimizer(named, inject_hyperparams(rule)(1e-3))
 
 
 def _ours(**options: Any) -> Build:
@@ -85,13 +85,16 @@ BUILDS: dict[str, tuple[str, Build]] = {
     "Gefen Block bf16": ("bf16", _ours(second_moment=Block())),
     "Gefen one tile bf16": ("bf16", _ours(second_moment=Factored())),
     "AdamW fused clipped bf16": ("bf16", lambda named: ClippedAdamW(arms.tensors(named), **OPTIONS, fused=True)),
-    "Gefen clipped bf16": ("bf16", _clipped),
+    "Gefen clipped bf16": ("bf16", _clipped()),
+    "Gefen one tile clipped bf16": ("bf16", _clipped(second_moment=Factored())),
+    "Gefen stochastic bf16": ("bf16", _ours(stochastic_rounding=True)),
 }
 GOALS = {
     "Gefen bf16": "AdamW fused bf16",
     "Gefen fp32": "AdamW fused fp32",
     "Gefen Block bf16": "AdamW fused bf16",
     "Gefen clipped bf16": "AdamW fused clipped bf16",
+    "Gefen stochastic bf16": "AdamW fused bf16",
 }
 
 
