@@ -78,7 +78,7 @@ def read(
     """
     _check_form(state_dict)
     for group in state_dict["param_groups"]:
-        _check_fixed(group, groups[0])
+        _check_fixed(group, groups[0], strict)
     names = _match(state_dict["param_groups"], members, "param_names" in groups[0], frozen, strict)
     owner = {i: group for group in state_dict["param_groups"] for i in group["params"]}
     values = {name: {k: v for k, v in owner[i].items() if k not in _NOT_VALUES} for i, name in names.items()}
@@ -104,14 +104,21 @@ def _part(whole: Any, key: Any, kind: Any) -> Any:
     return held[key]
 
 
-def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any]) -> None:
+def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any], strict: bool) -> None:
+    if group.keys() <= {"params", "param_names"}:
+        if not strict:
+            return
+        raise CheckpointError(
+            f"Groups must carry their values: got none with {list_names(parameters=list(map(str, group['params'])))}. "
+            "torch's functions lose them between other groups: use flatten_optimizer_state_dict=True, or `gefen_nn.save`."
+        )
     if "format_version" not in group:
         raise CheckpointError(
             "A state dict must come from an optimizer of this package: got a group without `format_version`, so it is "
             "another optimizer's state, whose moments mean something else. Load the model alone and start fresh."
         )
     for key in FIXED_KEYS:
-        if key not in group or group[key] != target[key]:
+        if type(group.get(key)) is not int or group[key] != target[key]:
             raise CheckpointError(
                 f"`{key}` must be {target[key]}: got {group.get(key, 'nothing')}. "
                 "Build the optimizer as the one that saved, or update the package."

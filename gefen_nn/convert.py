@@ -59,7 +59,8 @@ def _group(group: Mapping[str, Any], names: Sequence[str], foreign: Foreign) -> 
     for row in rows[1:]:
         if row != rows[0]:
             raise CheckpointError(
-                f"Parameters of one group must have had one set of values: got {rows[0]} and {row}. Group them as there."
+                f"Parameters of one group must have had one set of values: got {rows[0]} and {row}. "
+                "Group them as they were."
             )
     return {**group, **{key: x for key, x in (rows[0] if rows else {}).items() if key in group}}
 
@@ -73,7 +74,8 @@ def _fill(
     known = [stage for stage in sorted(stages) if stage in rules or stage.startswith("scale_by_adam")]
     if not known:
         raise CheckpointError(
-            f"The optimizer must keep moments as Adam, Gefen or Muon do: got {sorted(stages)}. Convert into one of those."
+            f"The optimizer must keep moments as Adam, Gefen or Muon do: got {sorted(stages)}. "
+            "Convert into one of those."
         )
     for stage in known:
         own = {

@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from gefen_fn.alias import adam, gefen, sgd
 from gefen_fn.base import GradientTransformation
 from gefen_fn.combine import chain
 from gefen_fn.scale import trace
 from gefen_fn.state_io import flatten_state
+from gefen_nn import Gefen
 from gefen_nn.errors import CheckpointError
 from gefen_nn.optimizer import TransformOptimizer
 from tests.small_net import bits, flat, injected, model, same, train
@@ -64,79 +65,110 @@ def test_names_match_whatever_the_order_and_grouping() -> None:
     assert same(bits(net), bits(other))
 
 
-def _drop_state(d: dict) -> None:
-    del d["state"][1]
+def everything(optimizer: torch.optim.Optimizer) -> list:
+    """The bytes of what a load may change, and the values of the groups."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    values = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    held = [*params, *flat(optimizer)]
+    return [str(values), *(x.detach().flatten().contiguous().view(torch.uint8).tolist() for x in held)]
 
 
-def _drop_leaf(d: dict) -> None:
-    d["state"][0].pop(next(k for k in d["state"][0] if ".mu" in k))
+def leaf(i: int, key: str, change: Callable) -> Callable:
+    """Replace a leaf of parameter `i` by what `change` makes of a copy; shared leaves for every parameter."""
+
+    def damage(d: dict) -> None:
+        for n, leaves in d["state"].items():
+            if n == i or "codebook" in key or "learned" in key:
+                leaves[f"scale_by_gefen.{key}"] = change(leaves[f"scale_by_gefen.{key}"].clone())
+
+    return damage
 
 
-def _cast_leaf(d: dict) -> None:
-    d["state"][0] = {k: v.bfloat16() if v.dim() else v for k, v in d["state"][0].items()}
+def filled(value: float, *at: int) -> Callable:
+    return lambda x: (
+        x.index_put_(tuple(map(torch.tensor, at)), torch.tensor(value, dtype=x.dtype)) if at else x.fill_(value)
+    )
 
 
-def _cut_leaf(d: dict) -> None:
-    d["state"][3] = {k: v[:-1] if v.dim() else v for k, v in d["state"][3].items()}
+def group(**values: object) -> Callable:
+    return lambda d: d["param_groups"][0].update(values)
 
 
-def _negative_count(d: dict) -> None:
-    d["state"][2] = {k: -v if "count" in k else v for k, v in d["state"][2].items()}
+def _swap_names(d: dict) -> None:
+    names = d["param_groups"][0]["param_names"]
+    names[0], names[1] = names[1], names[0]
 
 
-def _rename(d: dict) -> None:
-    d["param_groups"][0]["param_names"][0] = "other.weight"
+# The first parameter is quantized, the others are dense.
+DAMAGE = {
+    "codebook without its end": (leaf(0, "codebook", filled(0.5, 255)), "codebook"),
+    "codebook out of order": (leaf(0, "codebook", filled(0.9, 200)), "codebook"),
+    "codebook without zero": (leaf(0, "codebook", filled(1e-3, 128)), "0 twice"),
+    "codebook with nan": (leaf(0, "codebook", filled(float("nan"), 3)), "codebook"),
+    "codebooks that differ": (lambda d: d["state"][1]["scale_by_gefen.codebook"].fill_(1.0), "codebook"),
+    "negative scale": (leaf(0, "mu.absmax", filled(-1.0, 7, 0)), "mu.absmax"),
+    "infinite scale": (leaf(0, "mu.absmax", filled(float("inf"), 7, 0)), "mu.absmax"),
+    "negative row": (leaf(0, "nu.row", filled(-1e-9, 2, 0)), "nu.row"),
+    "column with nan": (leaf(0, "nu.col", filled(float("nan"), 2, 0)), "nu.col"),
+    "dense second moment below zero": (leaf(1, "nu", filled(-1e-9, 2)), "0.bias: .*nu"),
+    "dense moment with nan": (leaf(1, "mu", filled(float("nan"), 2)), "0.bias: .*mu"),
+    "negative count": (leaf(2, "count", filled(-1)), "1.weight: .*count"),
+    "count that is not whole": (leaf(2, "count", lambda x: x.float() + 0.5), "1.weight: .*count"),
+    "codes as integers": (leaf(0, "mu.codes", lambda x: x.int()), "mu.codes"),
+    "scales cast to bf16": (leaf(0, "mu.absmax", lambda x: x.bfloat16()), "mu.absmax"),
+    "reshaped": (leaf(0, "mu.codes", lambda x: x.reshape(40, 128)), "mu.codes"),
+    "cut": (leaf(1, "mu", lambda x: x[:-1]), "0.bias: .*mu"),
+    "no tensor": (leaf(1, "mu", lambda x: x.tolist()), "0.bias: .*mu"),
+    "missing leaf": (lambda d: d["state"][0].pop("scale_by_gefen.nu.row"), "missing .*nu.row"),
+    "extra leaf": (lambda d: d["state"][0].update(more=torch.ones(2)), "unexpected `more`"),
+    "missing parameter": (lambda d: d["state"].pop(1), "0.bias"),
+    "stray parameter": (lambda d: d["state"].update({9: {}}), "9"),
+    "another name": (lambda d: d["param_groups"][0]["param_names"].__setitem__(0, "other"), "other"),
+    "one name twice": (lambda d: d["param_groups"][0]["param_names"].__setitem__(0, "0.bias"), "twice `0.bias`"),
+    "swapped names": (_swap_names, "0.weight"),
+    "later version": (group(format_version=99), "format_version"),
+    "version that is a flag": (group(format_version=True), "format_version"),
+    "no version": (lambda d: d["param_groups"][0].pop("format_version"), "format_version"),
+    "another block": (group(block=128), "block"),
+    "no block": (lambda d: d["param_groups"][0].pop("block"), "block"),
+    "no learning rate": (lambda d: d["param_groups"][0].pop("lr"), "lr"),
+    "learning rate that is text": (group(lr="fast"), "lr"),
+    "betas out of range": (group(betas=(0.9, 1.5)), "betas"),
+    "no groups": (lambda d: d.pop("param_groups"), "param_groups"),
+    "no state": (lambda d: d.update(state=[1, 2]), "state"),
+}
 
 
-def _version(d: dict) -> None:
-    d["param_groups"][0]["format_version"] = 99
+@pytest.fixture(scope="module")
+def gefen_and_older_state() -> tuple[Gefen, dict]:
+    net = nn.Sequential(nn.Linear(64, 80), nn.Linear(80, 3))
+    optimizer = Gefen(net.named_parameters(), lr=0.1)
+    for _ in range(2):
+        saved = copy.deepcopy(optimizer.state_dict())
+        net(torch.randn(4, 64)).square().sum().backward()
+        optimizer.step()
+    return optimizer, saved
 
 
-def _block(d: dict) -> None:
-    del d["param_groups"][0]["block"]
-
-
-def _no_lr(d: dict) -> None:
-    del d["param_groups"][0]["lr"]
-
-
-def _odd_lr(d: dict) -> None:
-    d["param_groups"][0]["lr"] = "fast"
-
-
-def _no_groups(d: dict) -> None:
-    del d["param_groups"]
-
-
-DAMAGE = [
-    (_drop_state, "0.bias"),
-    (_drop_leaf, r"\.mu"),
-    (_cast_leaf, "float32"),
-    (_cut_leaf, "2.bias"),
-    (_negative_count, "count"),
-    (_rename, "other.weight"),
-    (_version, "format_version"),
-    (_block, "block"),
-    (_no_lr, "lr"),
-    (_odd_lr, "lr"),
-    (_no_groups, "param_groups"),
-]
-
-
-@pytest.mark.parametrize(("damage", "key"), DAMAGE, ids=[d[0].__name__ for d in DAMAGE])
-def test_q22_a_damaged_checkpoint_is_refused_by_name_and_changes_nothing(damage: Callable, key: str) -> None:
-    net = model()
-    optimizer = TransformOptimizer(net.named_parameters(), injected())
-    train(net, optimizer, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
-    train(net, optimizer, range(2, 3))
-    before = copy.deepcopy(optimizer.state_dict())
-    damage(saved)
-    with pytest.raises(CheckpointError, match=key):
+@pytest.mark.parametrize("fault", DAMAGE)
+def test_41_42_q22_every_corruption_is_refused_by_name_and_changes_nothing(gefen_and_older_state, fault: str) -> None:
+    optimizer, saved = gefen_and_older_state[0], copy.deepcopy(gefen_and_older_state[1])
+    before = everything(optimizer)
+    DAMAGE[fault][0](saved)
+    with pytest.raises(CheckpointError, match=DAMAGE[fault][1]):
         optimizer.load_state_dict(saved)
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    assert all(torch.equal(v, after["state"][i][k]) for i, d in before["state"].items() for k, v in d.items())
+    assert everything(optimizer) == before
+
+
+def test_the_comparison_sees_each_entry_that_a_load_may_change(gefen_and_older_state) -> None:
+    optimizer = copy.deepcopy(gefen_and_older_state[0])
+    before = everything(optimizer)
+    for x in flat(optimizer):
+        old = x.clone()
+        x.view(-1).view(torch.uint8)[-1] ^= 1
+        assert everything(optimizer) != before
+        x.copy_(old)
+    assert everything(optimizer) == before
 
 
 def test_torchs_own_state_dict_functions_restore_the_same_bits() -> None:
@@ -162,9 +194,30 @@ def test_a_checkpoint_gives_state_to_a_parameter_frozen_since_and_may_omit_it() 
 
 def test_parameters_of_one_group_saved_with_different_values_are_refused() -> None:
     named = list(model().named_parameters())
-    apart = TransformOptimizer([{"params": named[:2], "lr": 0.5}, {"params": named[2:]}], injected())
-    with pytest.raises(CheckpointError, match="lr"):
-        TransformOptimizer(model().named_parameters(), injected()).load_state_dict(apart.state_dict())
+    apart = TransformOptimizer([{"params": named[:2], "lr": 0.5}, {"params": named[2:], "lr": 0.25}], injected())
+    target = TransformOptimizer(model().named_parameters(), injected())
+    with pytest.raises(CheckpointError, match=r"`lr`: got .*0.5.*0.25"):
+        target.load_state_dict(apart.state_dict())
+    report = target.load_state_dict(apart.state_dict(), strict=False)
+    assert report.missing == ("group 0: lr",) and target.param_groups[0]["lr"] == 0.1
+
+
+def test_d17_torchs_flat_form_restores_other_groups_and_its_nested_form_is_refused_for_want_of_values() -> None:
+    net, other = model(), model()
+    optimizer = TransformOptimizer(net.named_parameters(), injected())
+    train(net, optimizer, range(2))
+    named = list(other.named_parameters())
+    regrouped = TransformOptimizer([{"params": named[3:]}, {"params": named[:3]}], injected(0.5))
+    nested = get_optimizer_state_dict(net, optimizer)
+    with pytest.raises(CheckpointError, match=r"must carry .* flatten_optimizer_state_dict"):
+        set_optimizer_state_dict(other, regrouped, copy.copy(nested))
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    saved = get_optimizer_state_dict(net, optimizer, options=options)
+    set_optimizer_state_dict(other, regrouped, saved, options=options)
+    assert [g["lr"] for g in regrouped.param_groups] == [0.1, 0.1]
+    state = {n: regrouped.state[p] for n, p in other.named_parameters()}
+    for name, p in net.named_parameters():
+        assert all(torch.equal(x, state[name][key]) for key, x in optimizer.state[p].items())
 
 
 def gefen_run(net: nn.Module) -> TransformOptimizer:
