@@ -38,7 +38,7 @@ def product(
 
 def tile_side(device: torch.device, dtype: torch.dtype) -> int | None:
     """Side of the output tiles of a device's kernel for symmetric products; None where there is none."""
-    return TILES[dtype] if _has_kernel(device.type) else None
+    return TILES.get(dtype) if _has_kernel(device.type) else None
 
 
 def symmetric_flops(rows: int, depth: int, tile: int | None) -> int:

@@ -38,6 +38,8 @@ SECTIONS = (
     Section("codec fp16", "parity_codec:layouts", ("fp16",), card=True),
     Section("codec edges", "parity_codec:edges", card=True),
     Section("codec float64", "parity_codec:against_float64"),
+    Section("products", "gram:products", card=True),
+    Section("orthogonalize", "gram:orthogonal", card=True),
     Section("optimizers", "parity_optimizer:optimizers"),
     Section("repeats", "parity_optimizer:repeats", card=True),
     Section("beyond 2^31", "parity_optimizer:huge", card=True),
@@ -45,5 +47,6 @@ SECTIONS = (
     Section("time 33m", "timing:times", ("33m",), card=True, alone=True, deadline=90),
     Section("time 1b", "timing:times", ("1b",), card=True, alone=True, deadline=100),
     Section("time small leaves", "timing:times", ("small leaves",), card=True, alone=True, deadline=60),
+    Section("time products", "gram:times", card=True, alone=True, deadline=90),
     Section("time gefen-x", "peer:times", card=True, alone=True, deadline=80),
 )
