@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -156,9 +157,12 @@ def on_meta(tx):
 @pytest.mark.parametrize("make", UNREAD.values(), ids=UNREAD)
 def test_a_fused_step_reads_no_tensor_and_moves_none(make):
     tx, taken = make(), []
-    squares = lambda plan, grads, starts: torch.empty((), dtype=torch.float64, device=META)  # noqa: E731
-    run_step = lambda plan, grads, scalars, book, **options: taken.append(scalars)  # noqa: E731
-    back_end = mock.Mock(run_step=run_step, squares=squares)
+    back_end = SimpleNamespace(
+        supports=lambda leaf: True,
+        plan_step=lambda leaves: None,
+        sum_of_squares=lambda x, start: torch.empty((), dtype=torch.float64, device=x.device),
+        run_step=lambda plan, grads, scalars, book, **options: taken.append(scalars),
+    )
     step, trees = fuse(tx), on_meta(tx)
     with mock.patch.object(ops, "back_end", lambda device: back_end):
         step(*trees)
