@@ -6,6 +6,7 @@ import multiprocessing
 import pytest
 import torch
 
+from tests.benchmarks import quality
 from tests.benchmarks.arms import ARMS
 from tests.benchmarks.measure import Options, state_bytes
 from tests.benchmarks.run import main
@@ -72,3 +73,14 @@ def test_wrong_arguments_are_refused(option, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([option])
     assert option.partition("=")[0] in capsys.readouterr().err
+
+
+def test_the_table_of_quality_has_the_best_rate_of_each_arm_and_its_seeds():
+    found = {"AdamW": {"0.001": {"0": 2.5}, "0.002": {"0": 2.25, "1": 2.75}}}
+    assert quality.table(found) == (
+        "AdamW               lr 0.002  2.5000 (2.2500 to 2.7500, 2 seeds); seed 0: 0.001: 2.500, 0.002: 2.250"
+    )
+
+
+def test_steps_of_gefen_muon_and_of_torchs_hybrid_are_compared():
+    assert all(ratio > 0 for ratio in quality.step_ratios(2, steps=1))
