@@ -20,6 +20,8 @@ from gefen_fn.shards import placements_of
 from gefen_fn.tree import StructureError, check_floating
 from gefen_kernels import ops
 from gefen_nn import checkpoint, groups, state_view
+from gefen_nn.hooks import call, run_post_hooks, run_pre_hooks
+from gefen_nn.vote import Phases, Scaler, agreed
 
 
 class _Kept:
@@ -216,6 +218,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         signature = {name: (p.device, p.shape, placements_of(p)) for name, p in params.items()}
         if self._ready and signature == self._kept.seen:
             return self._kept.state, self._kept.seen
+        state_view.check_shapes(params, {name: shape for name, (_, shape, *_) in self._kept.seen.items()})
         fresh = self._tx.init(params)
         merged = (
             state_view.merge(fresh, params.keys(), self._kept.state, self._kept.seen.keys()) if self._ready else fresh
@@ -273,22 +276,48 @@ class TransformOptimizer(torch.optim.Optimizer):
             ValueError: for a group's value that is no number or out of range; tensors are not read, and a compiled step
                 does not check.
             RuntimeError: for a non-finite gradient, if `error_if_nonfinite`; for a captured step that cannot be one.
+            GroupFailure: for any of these on a member of the group, or if members differ.
         """
-        loss = _call(closure)
-        params = self._sync()
+        phases, hooked = Phases(self._group()), type(self).step is TransformOptimizer.step  # else torch ran them
+        if hooked:
+            closure = phases.attempt("pre-hooks", lambda: run_pre_hooks(self, closure))
+        loss = phases.attempt("closure", lambda: call(closure))
+        params = phases.attempt("structure", self._sync)
+        grads = phases.attempt("gradients", lambda: self._gradients(params or {}))
+        scaler = phases.attempt("scaler", lambda: Scaler.of(self))
+        grads, overflow = agreed(phases, self._named(), grads, scaler, self._kept.state)
+        self._kept.skipped = overflow or all(g is None for g in grads.values())
+        if not self._kept.skipped:
+            if scaler is not None:
+                scaler.unscale(grads.values())
+            self._kept.state = self._stepped(grads, self._with_hyperparams(self._kept.state), params or {})
+        if hooked:
+            run_post_hooks(self, closure)
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch runs the hooks itself unless it finds this
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether torch.amp.GradScaler leaves unscaling and skipping to `step`: where several members must agree."""
+        return self._group() is not None
+
+    def _group(self) -> Any:
+        """The process group of all parameters; None if none is sharded."""
+        return agree.group_of(list(self._named().values()))
+
+    def _gradients(self, params: dict[str, Tensor]) -> dict[str, Tensor | None]:
+        """The gradients by name, checked."""
         grads = {name: p.grad for name, p in params.items()}
         self._check(grads, params)
         if not torch.compiler.is_compiling():
             self._check_changes()
             self._check_capture()
-        self._kept.skipped = all(g is None for g in grads.values())
-        if not self._kept.skipped:
-            self._kept.state = self._stepped(grads, self._with_hyperparams(self._kept.state), params)
-        return loss
+        return grads
 
     def _stepped(self, grads: dict[str, Tensor | None], state: OptState, params: dict[str, Tensor]) -> OptState:
         """The next state; parameters, and the state's tensors where fused or capturable, are written in place."""
-        if self._fused is not None and not torch.compiler.is_compiling():
+        if self._fused is not None and self._group() is None and not torch.compiler.is_compiling():
             return self._fused(grads, state, params)
         updates, new = self._tx.update(grads, state, params)
         write_updates(params, updates)
@@ -330,8 +359,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         return report
 
     def _restore(self, state_dict: dict[str, Any], strict: bool) -> checkpoint.LoadReport:
-        group = agree.group_of(list(self._named().values()))
-        loaded = together(lambda: self._loaded(state_dict, strict), group, "load_state_dict")
+        loaded = together(lambda: self._loaded(state_dict, strict), self._group(), "load_state_dict")
         for target, given in zip(self.param_groups, loaded.values, strict=True):
             checkpoint.fill_group(target, given)
         state = write_state(loaded.before, loaded.after) if self._capturable else loaded.after
@@ -369,10 +397,3 @@ class TransformOptimizer(torch.optim.Optimizer):
             f"Only presets can be pickled: got a {type(self).__name__} over {self._tx!r}, which holds closures. "
             "Save `optimizer.state_dict()` and rebuild the optimizer from its expression."
         )
-
-
-def _call(closure: Callable[[], Any] | None) -> Any:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

@@ -102,14 +102,21 @@ def view(state: OptState, names: Collection[str]) -> dict[str, dict[str, Tensor]
     return out
 
 
+def check_shapes(params: Mapping[str, Tensor], known: Mapping[str, torch.Size]) -> None:
+    """Raise `StructureError` for a parameter that has another shape than it had."""
+    for name, p in params.items():
+        if p.shape != known.get(name, p.shape):
+            raise StructureError(
+                f"A parameter must keep its shape: got {tuple(p.shape)} for {name!r}, whose state is for "
+                f"{tuple(known[name])}. Build the optimizer after reshaping."
+            )
+
+
 def merge(fresh: OptState, names: Collection[str], old: OptState, old_names: Collection[str]) -> OptState:
     """A fresh state that keeps every leaf the old one had.
 
     A meta leaf gives way to a real one, so that parameters built on meta and then materialized get real state; of a
     whole leaf each member keeps its part, so that parameters may be sharded after the optimizer was built.
-
-    Raises:
-        StructureError: if a parameter's state has another shape than the parameter now asks for.
     """
     kept = {(s.owner, s.key): s.value for s in slots(old, old_names) if s.value is not None}
     return refill(fresh, names, [_keep(s, kept.get((s.owner, s.key))) for s in slots(fresh, names)])
@@ -118,11 +125,6 @@ def merge(fresh: OptState, names: Collection[str], old: OptState, old_names: Col
 def _keep(slot: Slot, old: Tensor | None) -> Tensor | None:
     if old is None or slot.value is None or (old.is_meta and not slot.value.is_meta):
         return slot.value
-    if old.shape != slot.value.shape:
-        raise StructureError(
-            f"A parameter must keep its shape: state `{slot.key}` of {slot.owner!r} is {tuple(old.shape)}, the "
-            f"parameter now asks for {tuple(slot.value.shape)}. Build the optimizer after reshaping."
-        )
     return own_part(old, slot.value)
 
 

@@ -1,0 +1,142 @@
+"""What workers run to fail: one member of the group does something wrong, and all report what became of them."""
+
+import contextlib
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from gefen_nn import GefenMuon
+from tests.distributed.adapter import build, give_gradients
+
+BAD = 1  # the member that fails
+
+
+def _raise() -> None:
+    raise OSError("the disk is full")
+
+
+class Scene:
+    """A model and its optimizer after one step."""
+
+    def __init__(self, rank: int, sides: tuple[int, ...], hybrid: bool) -> None:
+        self.rank = rank
+        self.model, self.optimizer = build(sides)
+        if hybrid:
+            self.optimizer = GefenMuon(self.model, lr=1e-2)
+        give_gradients(self.model, 1)
+        self.optimizer.step()
+        give_gradients(self.model, 2)
+
+    def bits(self) -> list[bytes]:
+        """The raw bytes of every parameter and every tensor of the state."""
+        state = [x for leaves in self.optimizer.state.values() for x in leaves.values()]
+        return [_raw(x) for x in (*self.model.parameters(), *state)]
+
+
+def _raw(x: torch.Tensor) -> bytes:
+    part = x.to_local() if isinstance(x, DTensor) else x
+    return part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def closure_before_its_first_collective(scene: Scene) -> None:
+    scene.optimizer.step(_raise if scene.rank == BAD else lambda: None)
+
+
+def closure_after_its_last_collective(scene: Scene) -> None:
+    def closure() -> None:
+        dist.all_reduce(torch.ones(1))
+        if scene.rank == BAD:
+            _raise()
+
+    scene.optimizer.step(closure)
+
+
+def parameter_of_another_shape(scene: Scene) -> None:
+    def closure() -> None:
+        if scene.rank == BAD:
+            scene.optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(torch.zeros(5, 5))
+
+    scene.optimizer.step(closure)
+
+
+def pre_hook(scene: Scene) -> None:
+    with contextlib.ExitStack() as stack:
+        if scene.rank == BAD:
+            handle = scene.optimizer.register_step_pre_hook(lambda *_: _raise())
+            stack.callback(handle.remove)
+        scene.optimizer.step()
+
+
+def gradient_placed_differently(scene: Scene) -> None:
+    if scene.rank == BAD:
+        p = next(p for p in scene.model.parameters() if p.ndim == 2)
+        p.grad = DTensor.from_local(torch.ones(p.shape), p.device_mesh, [Replicate()] * p.device_mesh.ndim)
+    scene.optimizer.step()
+
+
+def missing_gradient(scene: Scene) -> None:
+    if scene.rank == BAD:
+        next(scene.model.parameters()).grad = None
+    scene.optimizer.step()
+
+
+def overflow_on_one(scene: Scene) -> None:
+    _scaled(scene, 8.0, scene.rank == BAD)
+
+
+def scaler_on_one(scene: Scene) -> None:
+    if scene.rank == BAD:
+        _scaled(scene, 8.0, False)
+    else:
+        scene.optimizer.step()
+
+
+def scales_that_differ(scene: Scene) -> None:
+    _scaled(scene, 8.0 if scene.rank == BAD else 4.0, False)
+
+
+def _scaled(scene: Scene, scale: float, overflow: bool) -> None:
+    scene.optimizer.grad_scale, scene.optimizer.found_inf = torch.tensor(scale), torch.tensor(float(overflow))
+    try:
+        scene.optimizer.step()
+    finally:
+        del scene.optimizer.grad_scale, scene.optimizer.found_inf
+
+
+FAULTS = {
+    "18 closure before its first collective": closure_before_its_first_collective,
+    "18 closure after its last collective": closure_after_its_last_collective,
+    "19 closure changes a parameter": parameter_of_another_shape,
+    "21 pre-hook": pre_hook,
+    "22 gradient placed differently": gradient_placed_differently,
+    "23 gradient missing": missing_gradient,
+    "24 overflow on one": overflow_on_one,
+    "25 scaler on one": scaler_on_one,
+    "26 scales differ": scales_that_differ,
+}
+
+
+def fail(rank: int, fault: str, sides: tuple[int, ...], hybrid: bool) -> tuple[str, str, str, bool]:
+    """The error that a fault on one member makes here, its text, its cause, and whether nothing changed."""
+    scene = Scene(rank, sides, hybrid)
+    kept = list(scene.optimizer.param_groups[0]["params"])
+    before = scene.bits()
+    try:
+        FAULTS[fault](scene)
+    except Exception as error:
+        scene.optimizer.param_groups[0]["params"][:] = kept
+        return type(error).__name__, str(error), repr(error.__cause__), scene.bits() == before
+    return "none", "", "", scene.bits() == before
+
+
+def scaled_together(rank: int, sides: tuple[int, ...], overflow: bool) -> tuple[bool, bool, int]:
+    """Whether a step with scale 8 changed nothing, whether it has the bits of one without, and hooks that ran."""
+    plain, scaled = Scene(rank, sides, False), Scene(rank, sides, False)
+    before, ran = scaled.bits(), []
+    scaled.optimizer.register_step_post_hook(lambda *_: ran.append(1))
+    for p in scaled.model.parameters():
+        p.grad = p.grad * 8.0
+    _scaled(scaled, 8.0, overflow)
+    plain.optimizer.step()
+    return scaled.bits() == before, scaled.bits() == plain.bits(), len(ran)

@@ -1,0 +1,24 @@
+"""What fails on one member fails on all, and changes nothing; numbers are of the design's acceptance list."""
+
+import pytest
+
+from tests.distributed.failing import BAD, FAULTS, fail, scaled_together
+
+WORDS = {"18": "closure", "19": "structure", "21": "pre-hooks", "22": "gradients", "23": "gradient must be there"}
+CAUSES = {"18": "disk is full", "21": "disk is full", "22": "placed as"}
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["gefen", "hybrid"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_on_one_member_is_told_to_all_and_nothing_changes(pools, fault, hybrid):
+    answers = pools(2).run(fail, fault, (2,), hybrid, seconds=10)
+    number = fault.split()[0]
+    for rank, (error, text, cause, unchanged) in enumerate(answers):
+        assert unchanged and error == "GroupFailure" and WORDS.get(number, "") in text
+        assert rank != BAD or CAUSES.get(number, "") in cause
+
+
+@pytest.mark.parametrize("overflow", [True, False], ids=["27 overflow", "28 no overflow"])
+def test_members_that_agree_skip_or_unscale_once(pools, overflow):
+    for unchanged, as_unscaled, hooks in pools(2).run(scaled_together, (2,), overflow):
+        assert (unchanged, as_unscaled, hooks) == (overflow, not overflow, 1)
