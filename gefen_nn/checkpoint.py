@@ -110,7 +110,7 @@ def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any], strict: bo
             return
         raise CheckpointError(
             f"Groups must carry their values: got none with {list_names(parameters=list(map(str, group['params'])))}. "
-            "torch's functions lose them between other groups: use flatten_optimizer_state_dict=True, or `gefen_nn.save`."
+            "torch's functions lose them between groups: use flatten_optimizer_state_dict=True, or `gefen_nn.save`."
         )
     if "format_version" not in group:
         raise CheckpointError(

@@ -14,6 +14,7 @@ from torch import Tensor
 from gefen_fn import agree
 from gefen_fn.agree import together
 from gefen_fn.base import OptState, Params
+from gefen_fn.describe import quantizing
 from gefen_fn.state_io import flatten_state, unflatten_state
 from gefen_fn.tree import readable, tree_leaves, tree_paths
 from gefen_nn import groups
@@ -21,10 +22,11 @@ from gefen_nn.checkpoint import LoadReport, checked_codebooks
 from gefen_nn.errors import CheckpointError
 from gefen_nn.leaves import check_leaf
 from gefen_nn.optimizer import TransformOptimizer
-from gefen_nn.saved_index import Index, Leaf, check_leaves, check_params, read_index
+from gefen_nn.saved_index import Index, Leaf, check_leaves, check_params, check_rules, read_index
 from gefen_nn.state_view import Slot
 
 _SAVER = "torch.distributed.checkpoint.state_dict_saver"
+_RULES = ("second_moment", "block", "quantize")
 
 
 class OptimizerState:
@@ -103,7 +105,7 @@ class StateTree:
 
     def _index(self) -> Index:
         shapes = {name: tuple(p.shape) for name, p in self._params.items() if p is not None}
-        return Index(shapes, {key: Leaf.of(x) for key, x in flatten_state(self.state).items()}, [])
+        return Index(shapes, {key: Leaf.of(x) for key, x in flatten_state(self.state).items()}, {}, [])
 
     def _loaded(self, tensors: Mapping[str, Tensor]) -> OptState:
         for key, own in flatten_state(self.state).items():
@@ -144,7 +146,15 @@ def index_of(optimizer: TransformOptimizer, slots: Mapping[str, Slot]) -> Index:
     values = [{**{k: v for k, v in group.items() if k != "param_names"}, "params": names} for group, names in rows]
     shapes = {name: tuple(p.shape) for name, p in _named(optimizer).items()}
     leaves = {path: Leaf.of(slot.value, slot.owner) for path, slot in slots.items() if slot.value is not None}
-    return Index(shapes, leaves, values)
+    rules = quantizing(optimizer.transform)
+    told = {stage: {name: _told(rule[name]) for name in _RULES if name in rule} for stage, rule in rules.items()}
+    return Index(shapes, leaves, told, values)
+
+
+def _told(value: Any) -> str:
+    """A value as text that another process would write too."""
+    text = str(value)
+    return type(value).__name__ if " at 0x" in text else text
 
 
 def fits(optimizer: TransformOptimizer, slots: Mapping[str, Slot], index: Index, strict: bool = True) -> None:
@@ -158,6 +168,7 @@ def fits(optimizer: TransformOptimizer, slots: Mapping[str, Slot], index: Index,
     own = index_of(optimizer, slots)
     frozen = {name for name, p in _named(optimizer).items() if not p.requires_grad}
     check_params(index, own.params, frozen | (index.params.keys() - index.owners()), strict)
+    check_rules(index, own.rules)
     check_leaves(index, own.leaves, frozen, strict)
 
 
