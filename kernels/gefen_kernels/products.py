@@ -12,13 +12,13 @@ from gefen_kernels.ops import back_end
 TILES = {torch.bfloat16: 128, torch.float16: 128, torch.float32: 64}
 
 
-def gram(x: Tensor) -> Tensor:
-    """`X X^T` of each matrix `[N, R, C]`: `[N, R, R]` of the dtype of x, added up in fp32."""
-    return _call(x, x.mT, None, 1.0, 1.0, True)
+def gram(x: Tensor, *, tile: int | None = None) -> Tensor:
+    """`X X^T` of each matrix `[N, R, C]`: `[N, R, R]` of the dtype of x, added up in fp32; `tile` as for `product`."""
+    return _call(x, x.mT, None, 1.0, 1.0, tile)
 
 
 def product(
-    a: Tensor, b: Tensor, added: Tensor, *, beta: float = 1.0, alpha: float = 1.0, symmetric: bool = False
+    a: Tensor, b: Tensor, added: Tensor, *, beta: float = 1.0, alpha: float = 1.0, tile: int | None = None
 ) -> Tensor:
     """`alpha a b + beta added`, added up in fp32 and rounded once; the same bits under `vmap` and `compile`.
 
@@ -28,12 +28,13 @@ def product(
         added: `[N, R, C]`.
         beta: factor of `added`.
         alpha: factor of the product.
-        symmetric: a, b and `added` are polynomials of one symmetric matrix, so that the result is symmetric too.
+        tile: `tile_side` of this device, if a, b and `added` are polynomials of one symmetric matrix, so that the
+            result is symmetric too: the kernel for such products is taken where it costs less. None: it is not.
 
     Returns:
         `[N, R, C]` of the dtype of a.
     """
-    return _call(a, b, added, beta, alpha, symmetric)
+    return _call(a, b, added, beta, alpha, tile)
 
 
 def tile_side(device: torch.device, dtype: torch.dtype) -> int | None:
@@ -55,20 +56,21 @@ def _has_kernel(kind: str) -> bool:
     return hasattr(back_end(torch.device(kind)), "symmetric_product")
 
 
-def _call(a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float, symmetric: bool) -> Tensor:
+def _call(a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float, tile: int | None) -> Tensor:
     if a.requires_grad:  # the operator has no derivative
         return _by_torch(a, b, added, beta, alpha)
-    result: Tensor = torch.ops.gefen_kernels.multiply.default(a, b, added, beta, alpha, symmetric)
-    return result
+    if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(a):
+        result: Tensor = torch.ops.gefen_kernels.multiply.default(a, b, added, beta, alpha, tile)
+        return result
+    return _multiply(a, b, added, beta, alpha, tile)  # some microseconds less
 
 
-def _multiply(a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float, symmetric: bool) -> Tensor:
+def _multiply(a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float, tile: int | None) -> Tensor:
     rows, depth = a.shape[-2:]
-    tile = tile_side(a.device, a.dtype) if symmetric else None
-    if symmetric_flops(rows, depth, tile) == symmetric_flops(rows, depth, None):
+    if tile is None or symmetric_flops(rows, depth, tile) == symmetric_flops(rows, depth, None):
         return _by_torch(a, b, added, beta, alpha)
     transposed = b.mT if added is None else b  # what is no transpose of a is symmetric
-    result: Tensor = back_end(a.device).symmetric_product(a, transposed, added, beta=beta, alpha=alpha)  # type: ignore[union-attr]  # there is one: it has a tile
+    result: Tensor = back_end(a.device).symmetric_product(a, transposed, added, beta=beta, alpha=alpha)  # type: ignore[union-attr]  # there is one: it has tiles
     return result
 
 
@@ -80,7 +82,7 @@ def _by_torch(a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: fl
 
 
 def _shape_of_multiply(
-    a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float, symmetric: bool
+    a: Tensor, b: Tensor, added: Tensor | None, beta: float, alpha: float, tile: int | None
 ) -> Tensor:
     return a.new_empty(a.shape[0], a.shape[1], b.shape[2])
 
@@ -93,7 +95,7 @@ def _mapped_multiply(
     added: Tensor | None,
     beta: float,
     alpha: float,
-    symmetric: bool,
+    tile: int | None,
 ) -> tuple[Tensor, int]:
     """A mapped axis joins the batch."""
     size: int = info.batch_size  # type: ignore[attr-defined]  # torch gives its type no public name
@@ -102,14 +104,14 @@ def _mapped_multiply(
         return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
     kept = None if added is None else joined(added, in_dims[2])
-    result = _call(joined(a, in_dims[0]), joined(b, in_dims[1]), kept, beta, alpha, symmetric)
+    result = _call(joined(a, in_dims[0]), joined(b, in_dims[1]), kept, beta, alpha, tile)
     return torch.unflatten(result, 0, (size, len(result) // size)), 0
 
 
 # An operator, because `vmap` and `compile` take `baddbmm` apart and round in between.
 # torch types no method of a Library.
 _LIBRARY = torch.library.Library("gefen_kernels", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("multiply(Tensor a, Tensor b, Tensor? added, float beta, float alpha, bool symmetric) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define("multiply(Tensor a, Tensor b, Tensor? added, float beta, float alpha, int? tile) -> Tensor")  # type: ignore[no-untyped-call]
 _LIBRARY.impl("multiply", _multiply, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("gefen_kernels::multiply", _shape_of_multiply, lib=_LIBRARY)
 torch.library.register_vmap("gefen_kernels::multiply", _mapped_multiply, lib=_LIBRARY)

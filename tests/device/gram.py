@@ -72,9 +72,10 @@ def _near(multiply: Callable[..., Tensor], args: tuple[Tensor, ...], factors: di
 def _follows(x: Tensor, dtype: torch.dtype, bound: float) -> Callable[[], dict[str, Any]]:
     def check() -> dict[str, Any]:
         tall = x.shape[-2] > x.shape[-1]
-        wide = newton_schulz.normalized(x.mT if tall else x, 1e-7, dtype).double()
-        exact = newton_schulz.iterate(wide.reshape(-1, *wide.shape[-2:]), _TRIPLES, _PLAIN).reshape(wide.shape)
-        worst = float((orthogonalize(x, dtype=dtype).double() - (exact.mT if tall else exact)).norm() / exact.norm())
+        wide = (x.mT if tall else x).reshape(-1, *sorted(x.shape[-2:]))
+        exact = newton_schulz.iterate(newton_schulz.normalized(wide, 1e-7, dtype).double(), _TRIPLES, _PLAIN)
+        got = orthogonalize(x, dtype=dtype).double()
+        worst = float(((got.mT if tall else got).reshape(exact.shape) - exact).norm() / exact.norm())
         return {"passed": worst < bound, "relative": worst, "bound": bound}
 
     return check
