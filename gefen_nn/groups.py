@@ -258,3 +258,23 @@ def _spread(
     if len(values) == 1 or (not blind and all(torch.equal(x.cpu(), values[0].cpu()) for x in values[1:])):
         return values[0]
     return {name: value for value, names in zip(values, members, strict=True) for name in names}
+
+
+def check_capture(groups: Sequence[Mapping[str, Any]], keys: Keys, device: torch.device | None) -> None:
+    """Refuse a captured step whose replays would not be steps.
+
+    Args:
+        groups: of the optimizer.
+        keys: its hyperparameters.
+        device: where it has its counters; None for the CPU.
+
+    Raises:
+        RuntimeError: if a number that a replay needs is not on the GPU.
+    """
+    if device is None:
+        raise RuntimeError(
+            "A captured step must have its counters on the GPU: got an optimizer that has them on the CPU. "
+            "Build it with capturable=True."
+        )
+    for group in groups:
+        check_live(group, keys, device)

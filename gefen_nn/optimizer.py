@@ -188,19 +188,6 @@ class TransformOptimizer(torch.optim.Optimizer):
         pairs = zip(self.param_groups, known, strict=False)
         self._checked = [groups.check_changes(self._rebuild, group, self._keys, seen) for group, seen in pairs]
 
-    def _check_capture(self) -> None:
-        """Refuse a captured step whose replays would not be steps."""
-        if not capturing():
-            return
-        device = self._device()
-        if device is None:
-            raise RuntimeError(
-                "A captured step must have its counters on the GPU: got an optimizer that has them on the CPU. "
-                "Build it with capturable=True."
-            )
-        for group in self.param_groups:
-            groups.check_live(group, self._keys, device)
-
     def _members(self) -> list[list[str]]:
         return groups.members(self.param_groups)
 
@@ -259,7 +246,6 @@ class TransformOptimizer(torch.optim.Optimizer):
     def _replace_hyperparams(self, state: OptState, values: dict[str, Any]) -> OptState:
         return put(state, self._path, at(state, self._path)._replace(hyperparams=values))
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, each rounded once to its own dtype.
 
@@ -278,6 +264,12 @@ class TransformOptimizer(torch.optim.Optimizer):
             RuntimeError: for a non-finite gradient, if `error_if_nonfinite`; for a captured step that cannot be one.
             GroupFailure: for any of these on a member of the group, or if members differ.
         """
+        with torch.no_grad():  # as a decorator it would hide the step from torch.compile
+            return self._step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch runs the hooks itself unless it finds this
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         phases, hooked = Phases(self._group()), type(self).step is TransformOptimizer.step  # else torch ran them
         if hooked:
             closure = phases.attempt("pre-hooks", lambda: run_pre_hooks(self, closure))
@@ -295,8 +287,6 @@ class TransformOptimizer(torch.optim.Optimizer):
             run_post_hooks(self, closure)
         return loss
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch runs the hooks itself unless it finds this
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Whether torch.amp.GradScaler leaves unscaling and skipping to `step`: where several members must agree."""
@@ -312,7 +302,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._check(grads, params)
         if not torch.compiler.is_compiling():
             self._check_changes()
-            self._check_capture()
+            if capturing():
+                groups.check_capture(self.param_groups, self._keys, self._device())
         return grads
 
     def _stepped(self, grads: dict[str, Tensor | None], state: OptState, params: dict[str, Tensor]) -> OptState:
