@@ -32,7 +32,7 @@ def torch_hybrid(model: nn.Module, lr: float, **options: Any) -> list[torch.opti
     return [muon, torch.optim.AdamW(parts[1], lr, **_OPTIONS, **options)]
 
 
-ADAM_RATES, MUON_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), (2e-3, 4e-3, 8e-3, 16e-3)
+ADAM_RATES, MUON_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3), (4e-3, 8e-3, 16e-3, 32e-3)
 ARMS: dict[str, tuple[tuple[float, ...], Build]] = {
     "AdamW": (ADAM_RATES, lambda model, lr: [torch.optim.AdamW(model.parameters(), lr, **_OPTIONS)]),
     "Gefen": (ADAM_RATES, lambda model, lr: [Gefen(model.parameters(), lr, **_OPTIONS)]),
