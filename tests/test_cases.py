@@ -44,7 +44,7 @@ from gefen_fn.tree import StructureError, tree_leaves
 from gefen_nn import CheckpointError, Gefen
 
 CASES = "q4 q6 q11 q16 q17 q18 q21 q22 q24 q25 q27 f1 f3 f4 f6 f8 f11 f12 d1 i1".split()
-CASES += "m2 m6 m7 m9 m12 m13 m14 m22 m24 m28".split()
+CASES += "m2 m4 m6 m7 m9 m12 m13 m14 m17 m19 m22 m23 m24 m28".split()
 
 
 @cache

@@ -1,5 +1,6 @@
 """Muon as a transform: torch.optim.Muon is the oracle; its momentum in 8 bits, NorMuon, conventions, whole models."""
 
+import gc
 import math
 
 import pytest
@@ -14,6 +15,7 @@ from gefen_fn import (
     constant_schedule,
     dequantize,
     flatten_state,
+    fuse,
     gefen_muon,
     inject_hyperparams,
     linear_schedule,
@@ -189,6 +191,22 @@ def test_a_skipped_overflow_leaves_all_state_alone_m7():
     assert all(torch.equal(old[key], new[key]) for key in old)
     good, _ = tx.update(drawn(3), after, params)
     assert all(u.isfinite().all() for u in good.values())
+
+
+def live_tensors():
+    gc.collect()
+    return sum(issubclass(type(x), torch.Tensor) for x in gc.get_objects())
+
+
+def test_twenty_steps_leave_no_more_tensors_than_two_m19():
+    tx, params = gefen_muon(0.1, normuon="norm_kept"), drawn(0)
+    step, state, grads = fuse(tx), tx.init(params), drawn(1)
+    held = []
+    for _ in range(20):
+        _, state = tx.update(grads, state, params)
+        state = step(grads, state, params)
+        held.append(live_tensors())
+    assert held[1] == held[-1]
 
 
 LLAMA = {"q": (4096, 4096), "k": (1024, 4096), "v": (1024, 4096), "o": (4096, 4096)}

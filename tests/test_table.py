@@ -112,7 +112,7 @@ def test_masked_leaves_pass_unchanged(factory, arguments):
 
 
 @every_row
-def test_a_saved_state_goes_on_to_the_bit(factory, arguments, tmp_path):
+def test_a_saved_state_goes_on_to_the_bit_m17(factory, arguments, tmp_path):
     tx, params = factory(**arguments), params_like()
     params, state = train(tx, params, tx.init(params), 3)
     torch.save(flatten_state(state), tmp_path / "state.pt")
