@@ -133,8 +133,9 @@ def _begin(
     path: Path, model: nn.Module, optimizer: TransformOptimizer, extra: Mapping[str, Any], copies: bool
 ) -> "Future[None]":
     world = _world()
-    state, said = together(lambda: _collected(path, model, optimizer, extra), world, "save")
-    _check_same(said, world)
+    state = together(lambda: _collected(path, model, optimizer, extra), world, "save")
+    if world is not None:
+        _check_same(_said(path, state, extra), world)
     held = io.BytesIO()
     torch.save(extra, held)
     write = functools.partial(_write, path, held.getvalue(), _writers(world))
@@ -146,20 +147,27 @@ def _begin(
     return done
 
 
-def _collected(
-    path: Path, model: nn.Module, optimizer: TransformOptimizer, extra: Mapping[str, Any]
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """What is saved, and what all processes must say alike of it."""
+def _collected(path: Path, model: nn.Module, optimizer: TransformOptimizer, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What is saved, once nothing in it is to be refused."""
     folders.check_place(path)
     OptimizerState(optimizer)  # refuses parameters without names
     slots = own_slots(optimizer)
     leaves = {key: slot.value for key, slot in slots.items() if slot.value is not None}
-    index = index_of(optimizer, slots)
     tensors = model.state_dict()
-    said = {"path": str(path), "group values": str(index.groups), **{f"`{k}`": _text(k, x) for k, x in extra.items()}}
-    said |= {f"model: {key}": _form(x) if isinstance(x, Tensor) else "" for key, x in tensors.items()}
-    said |= {f"`{key}`": f"{_form(x)} {0 if is_sharded(x) else _sum(x)}" for key, x in leaves.items()}
-    return {"model": tensors, "optimizer": {"index": index.text(), "state": leaves}}, said
+    for x in (*leaves.values(), *tensors.values()):
+        if isinstance(x, Tensor):
+            _form(x)
+    for key, value in extra.items():
+        _text(key, value)
+    return {"model": tensors, "optimizer": {"index": index_of(optimizer, slots).text(), "state": leaves}}
+
+
+def _said(path: Path, state: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, str]:
+    """What all processes must say alike of what they save."""
+    leaves, index = state["optimizer"]["state"], read_index(state["optimizer"]["index"])
+    said = {"path": str(path), "group values": str(index.groups)} | {f"`{k}`": _text(k, x) for k, x in extra.items()}
+    said |= {f"model: {key}": _form(x) if isinstance(x, Tensor) else "" for key, x in state["model"].items()}
+    return said | {f"`{key}`": f"{_form(x)} {0 if is_sharded(x) else _sum(x)}" for key, x in leaves.items()}
 
 
 def _form(x: Tensor) -> str:
@@ -169,8 +177,11 @@ def _form(x: Tensor) -> str:
 
 
 def _sum(x: Tensor) -> int:
-    """A number that replicas have in common; an integer sum has one value in any order."""
-    return int(x.detach().contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
+    """A number that replicas have in common: the sum of all words, which has one value in any order."""
+    flat = x.detach().contiguous().view(-1).view(torch.uint8)
+    aligned = flat if flat.storage_offset() % 8 == 0 else flat.clone()
+    words = len(aligned) // 8 * 8
+    return int(aligned[:words].view(torch.int64).sum()) + int(aligned[words:].sum())
 
 
 def _text(key: str, x: Any) -> str:
@@ -192,8 +203,6 @@ def _text(key: str, x: Any) -> str:
 
 def _check_same(said: dict[str, str], world: Any) -> None:
     """Refuse what processes do not say alike: of leaves that are not sharded one process's copy is written."""
-    if world is None:
-        return
     first = [said]
     dist.broadcast_object_list(first, src=0)
 

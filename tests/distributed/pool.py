@@ -59,6 +59,10 @@ class Pool:
         """Whether every worker can take a case."""
         return all(worker.is_alive() for worker in self._workers)
 
+    def kill(self, rank: int) -> None:
+        """End one worker as `kill -9` does."""
+        self._workers[rank].kill()
+
     def close(self) -> None:
         """End the workers."""
         for end in self._ends:

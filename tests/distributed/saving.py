@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from gefen_fn import apply_updates, flatten_state
@@ -155,6 +156,33 @@ def _refusal(attempt: Callable[[], Any]) -> str:
     except (CheckpointError, GroupFailure) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was refused"
+
+
+def save_without_end(rank: int, folder: str) -> None:
+    """Steps, each saved over the one before."""
+    model, optimizer = run_of("net", (2,))
+    for step in range(1, 10_000):
+        steps(model, optimizer, step, step)
+        save(f"{folder}/run", model, optimizer, step=step)
+
+
+def written(rank: int, sides: Sequence[int], folder: str) -> dict[str, int]:
+    """The bytes of this worker's parts; none of them may be gathered or spread while they are saved and loaded."""
+    model, optimizer = run_of("net", sides)
+    steps(model, optimizer, 1, 1)
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("a leaf was gathered")
+
+    kept = DTensor.full_tensor, DTensor.redistribute
+    DTensor.full_tensor = DTensor.redistribute = refuse
+    try:
+        save(folder, model, optimizer)
+        load(folder, model, optimizer)
+    finally:
+        DTensor.full_tensor, DTensor.redistribute = kept
+    leaves = {slot.path: slot.value for slot in optimizer.slots() if slot.value is not None}
+    return {f"optimizer.state.{path}": local(x).nbytes for path, x in leaves.items()}
 
 
 def save_while_training(rank: int, folder: str) -> None:

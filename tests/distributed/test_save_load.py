@@ -1,7 +1,13 @@
 """Saves, and loads onto other meshes: items 40 to 50 of the list that the design accepts shards by."""
 
-import pytest
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from tests.distributed.pool import GROUP_SECONDS, Pool, WorkerFailure
 from tests.distributed.saving import (
     DAMAGE,
     OWN,
@@ -16,9 +22,11 @@ from tests.distributed.saving import (
     save_run,
     save_trees,
     save_while_training,
+    save_without_end,
     shard_later,
     trees_after,
     trees_index,
+    written,
 )
 from tests.distributed.test_shards import different
 
@@ -86,6 +94,40 @@ def test_48_an_asynchronous_save_is_of_the_moment_of_the_call_while_training_goe
     expected = run_after(0, "net", None, 2)
     assert not different(expected, load_run(0, "net", None, str(tmp_path / "ours"))[1])
     assert not different(state_of(expected), load_stock(0, None, str(tmp_path / "stock")))
+
+
+def test_49_a_process_killed_during_a_save_ends_the_others_and_leaves_the_last_complete_checkpoint(tmp_path):
+    pool = Pool(2)
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(pool.run, save_without_end, str(tmp_path), seconds=2 * GROUP_SECONDS)
+        deadline = time.monotonic() + GROUP_SECONDS
+        while not (tmp_path / "run").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        pool.kill(1)
+        with pytest.raises(WorkerFailure, match=r"(?s)rank 0: Traceback.*rank 1: the process died"):
+            running.result()
+    pool.close()
+    report, loaded, _ = load_run(0, "net", None, str(tmp_path / "run"))
+    assert not different(run_after(0, "net", None, report.extra["step"]), loaded)
+
+
+@pytest.mark.parametrize("sides", [(3,), (2, 2)], ids=str)
+def test_d13_q2_each_entry_is_written_once_by_one_that_holds_it_and_nothing_is_gathered(pools, tmp_path, sides):
+    world = sides[0] * (sides[1] if len(sides) > 1 else 1)
+    parts = pools(world).run(written, sides, str(tmp_path / "run"))
+    metadata = dcp.FileSystemReader(tmp_path / "run").read_metadata()
+    wrote = [Counter() for _ in parts]
+    for index, info in metadata.storage_data.items():
+        held = metadata.state_dict_metadata[index.fqn]
+        if index.fqn.startswith("optimizer.state."):
+            (chunk,) = [c for c in held.chunks if c.offsets == index.offset]
+            writer = int(info.relative_path.split("_")[2])
+            wrote[writer][index.fqn] += chunk.sizes.numel() * held.properties.dtype.itemsize
+    for name in parts[0]:
+        held = metadata.state_dict_metadata[name]
+        assert sum(own[name] for own in wrote) == held.size.numel() * held.properties.dtype.itemsize
+        assert all(own[name] <= part[name] for own, part in zip(wrote, parts, strict=True))
 
 
 def test_50_a_save_is_refused_on_all_processes_before_the_first_byte(pools, tmp_path):
