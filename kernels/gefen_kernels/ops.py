@@ -44,6 +44,9 @@ def warm_up() -> float:
     start, module = time.perf_counter(), back_end(torch.device("cpu"))
     if module is not None:
         module.warm_up()
+        x, codes = torch.zeros(2, 2, device="cpu"), torch.full((2, 2), 128, dtype=torch.uint8, device="cpu")
+        moment(x, codes, x[:, :1], torch.linspace(-1.0, 1.0, 256, device="cpu"), 0.9, 0.1, block=2)
+        descend(x, x.clone(), 1.0, 0.1, None)
     return time.perf_counter() - start
 
 
