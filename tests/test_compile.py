@@ -133,6 +133,10 @@ def one_group(net, lr):
     return Gefen(net.named_parameters(), lr, codebook="fixed")
 
 
+def live_group(net, lr):
+    return Gefen(net.named_parameters(), lr, codebook="fixed", capturable=True)
+
+
 def exponential(optimizer):
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 0.9**t).step
 
@@ -166,6 +170,7 @@ RUNS = [
     (clipped, exponential, number),
     (two_groups, cosine, number),
     (two_groups, plateau, number),
+    (live_group, cosine, number),
 ]
 
 
