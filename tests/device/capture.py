@@ -11,7 +11,7 @@ from gefen_kernels.step import SCALARS, Leaf
 from gefen_nn import Gefen
 from tests import test_capture as whole
 from tests import test_triton_step as cases
-from tests.device.checks import Checks, difference
+from tests.device.checks import Checks, difference, nearness
 from tests.device.parity_optimizer import on, tensors
 
 _SHAPES = [(300, 520), (2, 64, 150), (64, 65), (700,)]
@@ -25,6 +25,8 @@ def capture(checks: Checks) -> None:
     for name, make in whole.LIVE.items():
         for dtype in (torch.float32, torch.bfloat16):
             checks.make(f"optimizer, {name} {dtype}", lambda m=make, d=dtype: _trained(m, d))
+    for name in ("Gefen", "clip"):
+        checks.make(f"optimizer, {name}, its backward captured too", lambda m=whole.LIVE[name]: _with_backward(m))
     checks.make("a step captured too early", _too_early)
 
 
@@ -97,6 +99,44 @@ def _trained(make: Any, dtype: torch.dtype) -> dict[str, Any]:
         for params, optimizer in ((ours, first), (theirs, second))
     ]
     return difference(*pairs)
+
+
+def _with_backward(make: Any) -> dict[str, Any]:
+    """A whole training step: the gradients lie in the graph's own memory, elsewhere than those of the steps before."""
+    nets = [_net() for _ in range(2)]
+    start = {k: p.detach().cpu() for k, p in nets[0].named_parameters()}
+    (first, ours), (second, theirs) = ((net, make(list(net.named_parameters()), capturable=True)) for net in nets)
+    x, graph, side = torch.empty(32, 96, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def train(net: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    for t in range(7):
+        x.copy_(cases.noise(x.shape, t))
+        for optimizer in (ours, theirs):
+            whole.change(optimizer, t)
+        train(second, theirs)
+        if t < 3:
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                train(first, ours)
+            torch.cuda.current_stream().wait_stream(side)
+            continue
+        if t == 3:
+            ours.zero_grad()
+            with torch.cuda.graph(graph):
+                train(first, ours)
+        graph.replay()
+    torch.cuda.synchronize()
+    ends = [{k: p.detach().cpu() for k, p in net.named_parameters()} for net in nets]
+    return nearness(*ends, start, 1e-3)
+
+
+def _net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(96, 128), torch.nn.Tanh(), torch.nn.Linear(128, 64)).cuda()
 
 
 def _optimizer(make: Any, dtype: torch.dtype) -> tuple[list[Any], Any]:
