@@ -79,7 +79,6 @@ SIGNATURES = {
     "default_codebook": "",
     "calibrate": "tx, grads, state, params=None",
     "refresh": "tx, grads, state, params=None",
-    "orthogonalize": "x, *, coeffs='standard', eps=1e-07, dtype=torch.bfloat16",
     "find_blocks": "grads, *, rule='variance_drop', fallback=True, rowwise=True",
     "fuse": "tx",
     "describe": "tx, params",
