@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gefen_kernels import cpu_loops as loops
 from gefen_kernels import cpu_step, reference
+from gefen_kernels.cpu_vectors import RUN
 from gefen_kernels.step import Leaf
 
 KINDS = {torch.float32: loops.FP32, torch.bfloat16: loops.BF16, torch.float16: loops.FP16}
@@ -31,20 +32,27 @@ Ints = npt.NDArray[np.int64]
 class Codebook(NamedTuple):
     """A codebook as the loops read it.
 
+    The code of a ratio is the number of bounds below it. A ratio's sign and the cell of its magnitude, an integer that
+    is monotone in it to the bit, tell how many bounds lie in lower cells; comparisons with the next ones do the rest.
+    Cells are about equal in the root of the magnitude, as levels are dense near 0.
+
     Attributes:
         levels: fp32 `[256]`.
-        cells: uint8, for each cell of [-1, 1] the number of bounds in lower cells. The map from x to its cell is
-            monotone in fp32, so a bound in a lower cell is below every x of this one, to the bit.
-        bounds: fp32 `[257]`: the code of x is the number of bounds below x.
-        comparisons: the most bounds in one cell; so many comparisons finish a code.
+        bounds: fp32 `[256]`, the last infinite.
+        starts: uint8 `[2, CELLS]`, for ratios above and below 0 the number of bounds in lower cells.
+        planes: uint8 `[2, 4, 256]`: the bytes of the levels and of the bounds.
+        comparisons: the most bounds in one cell.
         zeros: `(first, number)` of the codes that are written as 128.
+        of_zero: the code of 0.
     """
 
     levels: npt.NDArray[np.float32]
-    cells: npt.NDArray[np.uint8]
     bounds: npt.NDArray[np.float32]
+    starts: npt.NDArray[np.uint8]
+    planes: npt.NDArray[np.uint8]
     comparisons: int
     zeros: tuple[int, int]
+    of_zero: int
 
 
 def codebook_table(codebook: Tensor, ties: reference.Ties) -> Codebook:
@@ -55,14 +63,27 @@ def codebook_table(codebook: Tensor, ties: reference.Ties) -> Codebook:
 @functools.lru_cache(maxsize=8)
 def _codebook_table(raw: bytes, ties: reference.Ties) -> Codebook:
     levels = np.frombuffer(raw, np.float32).copy()
-    bounds = reference.midpoints(torch.from_numpy(levels), ties).numpy()
-    own = ((bounds + np.float32(1)) * np.float32(loops.HALF_CELLS)).astype(np.int64)
-    per_cell = np.bincount(own, minlength=2 * loops.HALF_CELLS + 1)
-    cells = (np.cumsum(per_cell) - per_cell).astype(np.uint8)
     zero = np.flatnonzero(levels == 0) if levels[128] == 0 else np.zeros(0, np.int64)
-    ends = (int(zero[0]), len(zero)) if len(zero) else (0, 0)
-    padded = np.append(bounds, [np.inf, np.inf]).astype(np.float32)
-    return Codebook(levels, cells, padded, int(per_cell.max()), ends)
+    zeros = (int(zero[0]), len(zero)) if len(zero) else (0, 0)
+    bounds = np.append(reference.midpoints(torch.from_numpy(levels), ties).numpy() + np.float32(0), np.float32(np.inf))
+    cell = _cells(bounds[:-1])
+    ends = np.cumsum(np.bincount(cell, minlength=2 * loops.CELLS))
+    starts = np.append(0, ends[:-1])
+    if len(zero):  # bounds between codes that are written alike need no comparison
+        skipped = (starts >= zero[0]) & (starts < zero[-1])
+        starts = np.where(skipped, np.minimum(ends, zero[-1]), starts)
+    planes = np.stack([levels, bounds]).view(np.uint8).reshape(2, 256, 4).transpose(0, 2, 1)
+    signed = np.stack([starts[loops.CELLS :], starts[loops.CELLS - 1 :: -1]]).astype(np.uint8)
+    of_zero = 128 if len(zero) else int((bounds < 0).sum())
+    most = int((ends - starts).max())
+    return Codebook(levels, bounds, signed, np.ascontiguousarray(planes), most, zeros, of_zero)
+
+
+def _cells(x: npt.NDArray[np.float32]) -> Ints:
+    """Numbers of signed cells, growing with `x`; magnitudes go as in `cpu_loops.encode`."""
+    size = ((np.abs(x).view(np.uint32) >> np.uint32(1)) + np.uint32(0x1FC00000)).view(np.float32)
+    cell = np.minimum((size * np.float32(loops.CELLS - 1)).astype(np.int64), loops.CELLS - 1)
+    return np.where(x < 0, loops.CELLS - 1 - cell, loops.CELLS + cell)
 
 
 def supports(leaf: Leaf) -> bool:
@@ -94,25 +115,25 @@ class Plan(NamedTuple):
         params: their parameters.
         table: int64 `[kept, FIELDS]`, see `cpu_step`.
         tasks: int64 `[tasks, 5]`, see `cpu_step.step`.
+        weights: about how many entries each task has.
         sizes: the scratch of a thread.
-        entries: of all leaves.
     """
 
     kept: list[int]
     params: list[Tensor]
     table: Ints
     tasks: Ints
+    weights: Ints
     sizes: "Sizes"
-    entries: int
 
 
 def plan_step(leaves: Sequence[Leaf]) -> Plan:
     """Lay out leaves for the loops, and split them into tasks."""
     kept = [n for n, leaf in enumerate(leaves) if leaf.param.numel()]
     table = np.array([_row(leaves[n]) for n in kept], np.int64).reshape(-1, cpu_step.FIELDS)
-    tasks = [task for n, row in enumerate(table.tolist()) for task in _tasks(n, row)]
-    entries = int(table[:, cpu_step.ENTRIES].sum())
-    return Plan(kept, [leaves[n].param for n in kept], table, np.array(tasks, np.int64), _sizes(table), entries)
+    tasks = np.array([task for n, row in enumerate(table.tolist()) for task in _tasks(n, row)], np.int64).reshape(-1, 5)
+    params = [leaves[n].param for n in kept]
+    return Plan(kept, params, table, tasks, _weights(table, tasks), _sizes(table))
 
 
 def gefen_step(
@@ -162,10 +183,10 @@ def run_step(
     code, options = tuple(codebook_table(codebook, ties)), (negate, scaled, drive == "m_hat")
 
     def work(part: Ints) -> None:
-        scratch, starts = np.empty(plan.sizes.floats, np.float32), np.empty(plan.sizes.line, np.uint8)
-        cpu_step.step(part, plan.table, numbers, code, options, tuple(plan.sizes), scratch, starts)
+        scratch, signs = np.empty(plan.sizes.floats, np.float32), np.empty(plan.sizes.line, np.uint8)
+        cpu_step.step(part, plan.table, numbers, code, options, tuple(plan.sizes), scratch, signs)
 
-    share(work, plan.tasks, plan.entries)
+    share(work, plan.tasks, plan.weights)
     for param, p in zip(plan.params, written, strict=True):
         if p is not param:
             param.copy_(p)
@@ -219,8 +240,8 @@ class Sizes(NamedTuple):
 
     @property
     def floats(self) -> int:
-        """Four lines, the levels, the factors of the columns, and the sums of the runs."""
-        return 4 * self.line + self.levels + self.columns + self.runs
+        """Four lines, the levels, the factors of the columns, the sums of the runs, and runs of some rows."""
+        return 4 * self.line + self.levels + self.columns + self.runs + loops.FEW * RUN
 
 
 def _sizes(table: Ints) -> Sizes:
@@ -228,11 +249,19 @@ def _sizes(table: Ints) -> Sizes:
     width = table[:, cpu_step.TILE_COLUMNS]
     tallest = rows - height * (np.maximum(rows // height, 1) - 1)
     together = np.array([_tiles_together(row) for row in table.tolist()])
-    runs = -(-width // loops.RUN)
+    runs = -(-width // RUN)
     levels = np.ceil(np.log2(tallest + 1)).astype(np.int64)
-    line = max(int(table[:, cpu_step.BLOCK].max()), loops.RUN, int(runs.max()))
+    line = max(int(table[:, cpu_step.BLOCK].max()), RUN, int(runs.max()))
     most = (levels * np.minimum(width * together, columns)).max(), (tallest * runs * together).max()
     return Sizes(line, int(columns.max()), int(most[0]), int(most[1]))
+
+
+def _weights(table: Ints, tasks: Ints) -> Ints:
+    row = table[tasks[:, 0]]
+    rows, columns = tasks[:, 2] - tasks[:, 1], tasks[:, 4] - tasks[:, 3]
+    tiles = columns * row[:, cpu_step.TILE_ROWS] * row[:, cpu_step.TILE_COLUMNS]
+    policy = row[:, cpu_step.POLICY]
+    return np.select([policy == cpu_step.DENSE_LEAF, policy == cpu_step.FACTORED], [rows, tiles], rows * columns)
 
 
 def _tiles_together(row: list[int]) -> int:
@@ -272,45 +301,54 @@ def _tiles(index: int, row: list[int]) -> Iterator[tuple[int, int, int, int, int
             yield index, tile, 0, first, min(first + step, tiles)
 
 
-def share(work: Callable[[Ints], Any], tasks: Ints, entries: int) -> list[Any]:
-    """Call `work` on parts of the tasks, on as many threads as torch uses; return its results in order."""
+def share(work: Callable[[Ints], Any], tasks: Ints, weights: Ints) -> list[Any]:
+    """Call `work` on parts of the tasks, on as many threads as torch uses; return its results in order.
+
+    Each part is a like share of what is left, so that a few parts keep all threads busy to the end.
+
+    Args:
+        work: what to call.
+        tasks: one task a row.
+        weights: about how many entries each task has.
+    """
+    done = np.cumsum(weights)
     ending = not threading.main_thread().is_alive()  # no thread may be started then
-    threads = min(torch.get_num_threads(), len(tasks)) if entries > _ALONE and not ending else 1
-    parts = np.array_split(tasks, min(len(tasks), 8 * threads) if threads > 1 else 1)
+    threads = min(torch.get_num_threads(), len(tasks)) if done[-1] > _ALONE and not ending else 1
     if threads == 1:
-        return [work(part) for part in parts]
+        return [work(tasks)]
+    left = (1 - 1 / (2 * threads)) ** np.arange(1, 12 * threads)
+    parts = np.split(tasks, np.unique(np.searchsorted(done, done[-1] * (1 - left)) + 1))
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, parts))
+        return list(pool.map(work, [part for part in parts if len(part)]))
 
 
 def histogram(x: Tensor, *, block: int, start: int = 1) -> Tensor:
     """The counts of `reference.histogram`, int64 `[4096]`."""
 
-    def work(x: Tensor, columns: int, rows: Ints) -> Ints:
+    def work(lie: tuple[int, ...], first: int, last: int) -> Ints:
         counts = np.zeros(4096, np.int64)
-        loops.histogram(x.data_ptr(), KINDS[x.dtype], columns, min(block, columns), rows[0, 0], rows[-1, 1], counts)
+        loops.histogram(*lie, first, last, np.empty(lie[-1], np.float32), counts)
         return counts
 
-    return torch.from_numpy(sum(_over_rows(work, x, start), np.zeros(4096, np.int64)))
+    return torch.from_numpy(sum(_over_rows(work, x, block, start), np.zeros(4096, np.int64)))
 
 
 def sum_of_squares(x: Tensor, *, block: int = 256, start: int = 1) -> Tensor:
     """The sum of `reference.sum_of_squares`, 0-dim float64; only the float64 additions may be in another order."""
 
-    def work(x: Tensor, columns: int, rows: Ints) -> float:
-        return float(
-            loops.sum_of_squares(x.data_ptr(), KINDS[x.dtype], columns, min(block, columns), rows[0, 0], rows[-1, 1])
-        )
+    def work(lie: tuple[int, ...], first: int, last: int) -> float:
+        return float(loops.sum_of_squares(*lie, first, last, np.empty(2 * lie[-1], np.float32)))
 
-    return torch.tensor(sum(_over_rows(work, x, start), 0.0), dtype=torch.float64, device="cpu")
+    return torch.tensor(sum(_over_rows(work, x, block, start), 0.0), dtype=torch.float64, device="cpu")
 
 
-def _over_rows(work: Callable[[Tensor, int, Ints], Any], x: Tensor, start: int) -> list[Any]:
-    """`work(x, columns, rows)` on parts of the rows of a leaf."""
+def _over_rows(work: Callable[[tuple[int, ...], int, int], Any], x: Tensor, block: int, start: int) -> list[Any]:
+    """`work((address, kind, columns, block), first, last)` on parts of the rows of a leaf."""
     if not x.numel():
         return []
     x = x.resolve_neg().contiguous()
     columns = int(np.prod(x.shape[start:], dtype=np.int64))
     rows, step = x.numel() // columns, max(1, _TASK // columns)
     tasks = np.array([(first, min(first + step, rows)) for first in range(0, rows, step)], np.int64)
-    return share(lambda part: work(x, columns, part), tasks, x.numel())
+    lie = (x.data_ptr(), KINDS[x.dtype], columns, min(block, columns))
+    return share(lambda part: work(lie, part[0, 0], part[-1, 1]), tasks, (tasks[:, 1] - tasks[:, 0]) * columns)

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from gefen_kernels.cpu import KINDS, Ints, share
-from gefen_kernels.cpu_loops import F32, FP32, floats, kept, load, store
+from gefen_kernels.cpu_loops import F32, FP32, kept, load, store
+from gefen_kernels.cpu_vectors import after, floats
 
 _RUN = 1024  # entries in scratch at one time
 _TASK = 1 << 17  # entries of a task: small enough to share out, large enough to be worth the call
@@ -29,7 +30,7 @@ def descend(param: Tensor, direction: Tensor, scale: float, step: float, decay: 
 
     tasks = np.array([(first, min(first + _TASK, total)) for first in range(0, total, _TASK)], np.int64)
     if total:
-        share(work, tasks, total)
+        share(work, tasks, tasks[:, 1] - tasks[:, 0])
     torch.autograd.graph.increment_version(param)
 
 
@@ -51,14 +52,12 @@ def move(source):
             return
         param, param_kind, direction, direction_kind, decays = lie
         scale, step, decay = numbers
-        base = scratch.ctypes.data
+        d = floats(scratch.ctypes.data)
         for left in range(first, last, _RUN):
             count = min(_RUN, last - left)
-            d, p = floats(base, count), floats(base + 4 * _RUN, count)
+            p = floats(param + 4 * left) if param_kind == FP32 else after(d, _RUN)
             load(direction_kind, direction, left, count, d)
-            if param_kind == FP32:
-                p = floats(param + 4 * left, count)
-            else:
+            if param_kind != FP32:
                 load(param_kind, param, left, count, p)
             if decays:
                 for j in range(count):

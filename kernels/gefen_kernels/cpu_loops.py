@@ -9,13 +9,24 @@ from pathlib import Path
 
 import numba
 import numpy as np
-from numba.core import types
-from numba.extending import intrinsic
 
-F32, U8, U16, U32, I64 = np.float32, np.uint8, np.uint16, np.uint32, np.int64
-RUN = 256  # columns whose squares are added at one time
-TINY = F32(np.finfo(np.float32).tiny)
-HALF_CELLS = 8192
+from gefen_kernels.cpu_vectors import (
+    GROUP,
+    LOOKS_UP,
+    RUN,
+    after,
+    codes_at,
+    floats,
+    look_up,
+    look_up_bytes,
+    run_of_squares,
+    words,
+)
+
+F32, U8, U16, U32, I32, I64 = np.float32, np.uint8, np.uint16, np.uint32, np.int32, np.int64
+TINY, INFINITE = F32(np.finfo(np.float32).tiny), F32(np.inf)
+CELLS = 256  # of a ratio's magnitude
+FEW = 8  # rows whose squares are added at one time
 
 FP32, BF16, FP16 = range(3)
 
@@ -24,8 +35,6 @@ if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # numba sets it from
     raise ImportError("NUMBA_DISABLE_JIT is set, and these loops are nothing without a compiler")
 
 compiled = numba.njit(nogil=True, error_model="numpy")
-# For what is called once a block: an array is passed as seven numbers, and a call costs as much as a short loop.
-inlined = numba.njit(nogil=True, error_model="numpy", inline="always")
 
 
 def _may_cache() -> bool:
@@ -49,39 +58,6 @@ def kept(build):
     checksum of all, a constant of the function, is part of what the kept code is found by.
     """
     return numba.njit(cache=_may_cache(), nogil=True, error_model="numpy")(build(_sources()))
-
-
-@intrinsic
-def _pointer(typing_context, address):
-    """An address as a pointer; numba has no public cast."""
-
-    def build(context, builder, signature, args):
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), build
-
-
-@compiled
-def floats(address, count):
-    """fp32 `[count]` at an address."""
-    return numba.carray(_pointer(I64(address)), (count,), F32)
-
-
-@compiled
-def raw(array):
-    """The same memory, flat, without references that numba counts: counting costs as much as a short loop."""
-    return numba.carray(_pointer(I64(array.ctypes.data)), (array.size,), array.dtype)
-
-
-@compiled
-def _words(address, count):
-    return numba.carray(_pointer(I64(address)), (count,), U16)
-
-
-@compiled
-def codes_at(address, count):
-    """uint8 `[count]` at an address."""
-    return numba.carray(_pointer(I64(address)), (count,), U8)
 
 
 @compiled
@@ -136,59 +112,41 @@ def from_fp16(word):
 def load(kind, address, first, count, out):
     """`count` entries from `first` on, as fp32."""
     if kind == FP32:
-        source = floats(address + 4 * first, count)
+        source = floats(address + 4 * first)
         for j in range(count):
             out[j] = source[j]
     elif kind == BF16:
-        words = _words(address + 2 * first, count)
+        bits = words(address + 2 * first)
         for j in range(count):
-            out[j] = from_bf16(words[j])
+            out[j] = from_bf16(bits[j])
     else:
-        words = _words(address + 2 * first, count)
+        bits = words(address + 2 * first)
         for j in range(count):
-            out[j] = from_fp16(words[j])
+            out[j] = from_fp16(bits[j])
 
 
 @compiled
 def store(kind, address, first, count, source):
     """`count` entries from `first` on, each rounded once."""
     if kind == FP32:
-        out = floats(address + 4 * first, count)
+        out = floats(address + 4 * first)
         for j in range(count):
             out[j] = source[j]
     elif kind == BF16:
-        words = _words(address + 2 * first, count)
+        bits = words(address + 2 * first)
         for j in range(count):
-            words[j] = to_bf16(source[j])
+            bits[j] = to_bf16(source[j])
     else:
-        words = _words(address + 2 * first, count)
+        bits = words(address + 2 * first)
         for j in range(count):
-            words[j] = to_fp16(source[j])
-
-
-@inlined
-def _halves(work):
-    """The rest of the tree of a whole run, once its first level is there."""
-    half = RUN // 2
-    while half > 1:
-        half >>= 1
-        for j in range(half):
-            work[j] = work[2 * j] + work[2 * j + 1]
-    return work[0]
-
-
-@inlined
-def tree(x, count, work):
-    """Sum of `count` entries by the fixed pairwise tree; `x` is kept, `work` is overwritten."""
-    if count == RUN:  # a length that the compiler knows is summed three times as fast
-        for j in range(RUN // 2):
-            work[j] = x[2 * j] + x[2 * j + 1]
-        return _halves(work)
-    return _ragged_tree(x, count, work)
+            bits[j] = to_fp16(source[j])
 
 
 @compiled
-def _ragged_tree(x, count, work):
+def tree(x, count, work):
+    """Sum of `count` entries by the fixed pairwise tree; `x` is kept, `work` is overwritten."""
+    if count == 1:
+        return x[0]
     for j in range(count):
         work[j] = x[j]
     while count > 1:
@@ -202,40 +160,48 @@ def _ragged_tree(x, count, work):
     return work[0] if count else F32(0)
 
 
-@inlined
+@compiled
 def square_sum(x, count, work):
     """`tree` of the squares of `count` entries."""
     if count == RUN:
-        for j in range(RUN // 2):
-            work[j] = x[2 * j] * x[2 * j] + x[2 * j + 1] * x[2 * j + 1]
-        return _halves(work)
+        return run_of_squares(x)
     for j in range(count):
         work[j] = x[j] * x[j]
-    return _ragged_tree(work, count, work)
+    return tree(work, count, work)
 
 
-@inlined
-def add_squares(x, index, count, levels, stride, work):
-    """Add the squares of row number `index` to the tree over rows, a binary counter: level k holds a sum of 2^k rows.
+@compiled
+def add_squares(x, pitch, rows, index, count, levels, stride, work):
+    """Add the squares of rows `index..index + rows` to the tree over rows, a binary counter.
 
-    Level k lies at the address `levels + k * stride`.
+    The rows lie `pitch` entries apart in `x`; there are `FEW`, and then `index` is a multiple of it, or less.
+    Level k holds a sum of 2^k rows and lies at the address `levels + k * stride`.
     """
-    full = floats(levels, count)
-    if index & 1 == 0:
+    if rows == FEW:
+        a, b, c, d = x, after(x, pitch), after(x, 2 * pitch), after(x, 3 * pitch)
+        e, f, g, h = after(x, 4 * pitch), after(x, 5 * pitch), after(x, 6 * pitch), after(x, 7 * pitch)
         for j in range(count):
-            full[j] = x[j] * x[j]
+            upper = a[j] * a[j] + b[j] * b[j] + (c[j] * c[j] + d[j] * d[j])
+            work[j] = upper + (e[j] * e[j] + f[j] * f[j] + (g[j] * g[j] + h[j] * h[j]))
+        _carry(work, index // FEW, count, levels + 3 * stride, stride)
         return
-    for j in range(count):
-        work[j] = full[j] + x[j] * x[j]
-    index >>= 1
-    levels += stride
+    for row in range(rows):
+        own = after(x, row * pitch)
+        for j in range(count):
+            work[j] = own[j] * own[j]
+        _carry(work, index + row, count, levels, stride)
+
+
+@compiled
+def _carry(work, index, count, levels, stride):
+    """Count one more sum: while the lowest level is full it is added and the sum moves up."""
     while index & 1:
-        full = floats(levels, count)
+        full = floats(levels)
         for j in range(count):
             work[j] = full[j] + work[j]
         index >>= 1
         levels += stride
-    empty = floats(levels, count)
+    empty = floats(levels)
     for j in range(count):
         empty[j] = work[j]
 
@@ -246,7 +212,7 @@ def close_rows(rows, count, levels, stride, out):
     started = False
     while rows:
         if rows & 1:
-            part = floats(levels, count)
+            part = floats(levels)
             if started:
                 for j in range(count):
                     out[j] = part[j] + out[j]
@@ -258,54 +224,78 @@ def close_rows(rows, count, levels, stride, out):
         levels += stride
 
 
-@inlined
+@compiled
 def largest(x, count):
     """The largest magnitude, NaN if there is one; below the smallest normal it is 0."""
-    bits = x.view(U32)
     best = U32(0)
     for j in range(count):
-        size = U32(bits[j] & U32(0x7FFFFFFF))
+        size = U32(_bits(x[j]) & U32(0x7FFFFFFF))
         best = size if size > best else best
     top = _as_float(best)
     return F32(0) if top < TINY else top
 
 
-@inlined
-def encode(x, count, top, cells, bounds, comparisons, zeros, codes, starts, limits, ratios):
+@compiled
+def book_at(code):
+    """A `gefen_kernels.cpu.Codebook` as the loops hold it: pointers, those to both planes apart, and numbers."""
+    levels, bounds, starts, planes, comparisons, zeros, of_zero = code
+    own, limits = codes_at(planes.ctypes.data), codes_at(planes.ctypes.data + 1024)
+    tables = floats(levels.ctypes.data), floats(bounds.ctypes.data), codes_at(starts.ctypes.data)
+    return tables[0], tables[1], tables[2], own, limits, comparisons, U8(zeros[0]), U8(zeros[1]), U8(of_zero)
+
+
+@compiled
+def _take(table, planes, codes, count, out):
+    """`out[j] = table[codes[j]]`; `planes` are the table's planes of bytes."""
+    whole = count - count % GROUP if LOOKS_UP else 0
+    look_up(planes, codes, whole // GROUP, out)
+    for j in range(whole, count):
+        out[j] = table[codes[j]]
+
+
+@compiled
+def decode(book, codes, count, out):
+    """The levels of `count` codes."""
+    _take(book[0], book[3], codes, count, out)
+
+
+@compiled
+def encode(x, count, top, book, codes, signs, limits, ratios):
     """Codes of `x / top`: a start from the cell, then comparisons; see `gefen_kernels.cpu.Codebook`.
 
     The look-ups have loops of their own, so that the others are vectorised; the last three arrays are scratch.
     """
-    index = limits.view(U32)
+    _, bounds, starts, _, planes, comparisons, first, number, of_zero = book
+    if not (top > F32(0) and top < INFINITE):  # then a ratio is 0 or not finite
+        for j in range(count):
+            codes[j] = of_zero if x[j] / top == F32(0) else U8(128)
+        return
     for j in range(count):
         ratio = x[j] / top
         ratios[j] = ratio
-        ratio = ratio if abs(ratio) <= F32(1) else F32(0)
-        index[j] = np.int32((ratio + F32(1)) * F32(HALF_CELLS))
-    for j in range(count):
-        k = cells[index[j]]
-        starts[j] = k
-        limits[j] = bounds[k]
-    for _ in range(1, comparisons):
+        bits = _bits(ratio)
+        signs[j] = U8(bits >> U32(24))
+        codes[j] = U8(I32(_as_float(((bits & U32(0x7FFFFFFF)) >> U32(1)) + U32(0x1FC00000)) * F32(CELLS - 1)))
+    whole = count - count % GROUP if LOOKS_UP else 0
+    look_up_bytes(starts, codes, signs, whole // GROUP, codes)
+    for j in range(whole, count):
+        codes[j] = starts[I64(codes[j]) + I64(signs[j] >> U8(7)) * CELLS]
+    for _ in range(comparisons):
+        _take(bounds, planes, codes, count, limits)
         for j in range(count):
-            k = U8(starts[j] + U8(ratios[j] > limits[j]))
-            starts[j] = k
-            limits[j] = bounds[k]
-    first, span = U32(zeros[0]), U32(zeros[1])
+            codes[j] = U8(codes[j] + U8(ratios[j] > limits[j]))
     for j in range(count):
-        ratio = ratios[j]
-        k = U32(U32(starts[j]) + U32(ratio > limits[j]))
-        codes[j] = U8(U32(128) if not abs(ratio) <= F32(1) or U32(k - first) < span else k)
+        codes[j] = U8(128) if U8(codes[j] - first) < number else codes[j]
 
 
 @kept
 def histogram(source):
-    """Count the entries of rows `first..last`, divided by their block's largest magnitude, into `counts`."""
+    """Count entries of rows `first..last`, divided by their block's largest magnitude; scratch is fp32 `[block]`."""
 
-    def run(grad, kind, columns, block, first, last, counts):
+    def run(grad, kind, columns, block, first, last, scratch, counts):
         if source < 0:  # never: it makes the checksum a constant of this function
             return
-        g = np.empty(block, F32)
+        g = floats(scratch.ctypes.data)
         for r in range(first, last):
             for left in range(0, columns, block):
                 count = min(block, columns - left)
@@ -323,12 +313,13 @@ def histogram(source):
 
 @kept
 def sum_of_squares(source):
-    """Sum of squares of rows `first..last`: each block by the tree in fp32, blocks in float64."""
+    """Sum of squares of rows `first..last`, each block by the tree in fp32; scratch is fp32 `[2 * block]`."""
 
-    def run(grad, kind, columns, block, first, last):
+    def run(grad, kind, columns, block, first, last, scratch):
         if source < 0:  # never: it makes the checksum a constant of this function
             return 0.0
-        g, work = np.empty(block, F32), np.empty(block, F32)
+        g = floats(scratch.ctypes.data)
+        work = after(g, block)
         total = 0.0
         for r in range(first, last):
             for left in range(0, columns, block):

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gefen_kernels import reference
 from gefen_kernels.cpu import KINDS, Ints, codebook_table, share
-from gefen_kernels.cpu_loops import F32, FP32, codes_at, encode, floats, inlined, kept, largest, load, raw
+from gefen_kernels.cpu_loops import F32, FP32, book_at, compiled, decode, encode, kept, largest, load
+from gefen_kernels.cpu_vectors import after, codes_at, floats, integers
 
 _DRIVES = {"m": 0, "m_hat": 1, "ahead": 2}
 _BLOCKS = 512  # blocks of a task: small enough to share out, large enough to be worth the call
@@ -46,43 +47,41 @@ def moment(
     lie = (KINDS[g.dtype], columns, min(block, max(columns, 1)), _DRIVES[drive])
 
     def work(part: Ints) -> None:
-        scratch, starts = np.empty(4 * lie[2], np.float32), np.empty(lie[2], np.uint8)
-        step(addresses, lie, numbers, code, part[0, 0], part[-1, 1], scratch, starts)
+        scratch, signs = np.empty(4 * lie[2], np.float32), np.empty(lie[2], np.uint8)
+        step(addresses, lie, numbers, code, part[0, 0], part[-1, 1], scratch, signs)
 
     total = absmax.numel()
     tasks = np.array([(first, min(first + _BLOCKS, total)) for first in range(0, total, _BLOCKS)], np.int64)
     if total:
-        share(work, tasks, g.numel())
+        share(work, tasks, (tasks[:, 1] - tasks[:, 0]) * lie[2])
     return d, *new
 
 
-@inlined
-def _block(kind, addresses, first, index, count, drive, numbers, code, room, starts):
+@compiled
+def _block(kind, addresses, first, index, count, drive, numbers, book, room, signs):
     """Block number `index`, entries `first..first + count` of the leaf."""
-    book, cells, bounds, comparisons, zeros = code
     own, m, limits, spare = room
     decay, rest = numbers
     if kind == FP32:
-        g = floats(addresses[0] + 4 * first, count)
+        g = floats(addresses[0] + 4 * first)
     else:
         load(kind, addresses[0], first, count, own)
         g = own
-    old, new = codes_at(addresses[1] + first, count), codes_at(addresses[4] + first, count)
-    top = floats(addresses[2] + 4 * index, 1)[0]
-    d = floats(addresses[3] + 4 * first, count)
-    for j in range(count):
-        m[j] = book[old[j]]
+    old, new = codes_at(addresses[1] + first), codes_at(addresses[4] + first)
+    top = floats(addresses[2] + 4 * index)[0]
+    d = floats(addresses[3] + 4 * first)
+    decode(book, old, count, m)
     for j in range(count):
         m[j] = m[j] * top * decay + g[j] * rest
     top = largest(m, count)
-    floats(addresses[5] + 4 * index, 1)[0] = top
-    encode(m, count, top, cells, bounds, comparisons, zeros, new, starts, limits, spare)
+    scale = floats(addresses[5] + 4 * index)
+    scale[0] = top
+    encode(m, count, top, book, new, signs, limits, spare)
     if drive == 0:
         for j in range(count):
             d[j] = m[j]
         return
-    for j in range(count):
-        m[j] = book[new[j]]
+    decode(book, new, count, m)
     if drive == 1:
         for j in range(count):
             d[j] = m[j] * top
@@ -104,26 +103,20 @@ def step(source):
         first: the first block.
         last: one past the last.
         scratch: fp32 `[4 * block]`.
-        starts: uint8 `[block]`.
+        signs: uint8 `[block]`.
     """
 
-    def run(addresses, lie, numbers, code, first, last, scratch, starts):
+    def run(addresses, lie, numbers, code, first, last, scratch, signs):
         if source < 0:  # never: it makes the checksum a constant of this function
             return
         kind, columns, block, drive = lie
-        base = scratch.ctypes.data
-        room = (
-            floats(base, block),
-            floats(base + 4 * block, block),
-            floats(base + 8 * block, block),
-            floats(base + 12 * block, block),
-        )
-        book = (raw(code[0]), raw(code[1]), raw(code[2]), code[3], code[4])
-        where, begun = raw(addresses), raw(starts)
+        own = floats(scratch.ctypes.data)
+        room = (own, after(own, block), after(own, 2 * block), after(own, 3 * block))
+        book, where, own_signs = book_at(code), integers(addresses.ctypes.data), codes_at(signs.ctypes.data)
         blocks = -(-columns // block)
         for index in range(first, last):
             left = index % blocks * block
             begin, count = index // blocks * columns + left, min(block, columns - left)
-            _block(kind, where, begin, index, count, drive, numbers, book, room, begun)
+            _block(kind, where, begin, index, count, drive, numbers, book, room, own_signs)
 
     return run
