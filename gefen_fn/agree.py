@@ -120,7 +120,7 @@ def together(attempt: Callable[[], Result], group: Any, phase: str) -> Result:
         result = attempt()
     except Exception as raised:  # whatever it is, the others have to hear of it before it goes its way
         error = raised
-    failed = gathered(torch.tensor([error is not None], dtype=torch.uint8), group)
+    failed = gathered(torch.tensor([error is not None], dtype=torch.uint8, device="cpu"), group)
     members = failed.flatten().nonzero().flatten().tolist()
     if error is not None:
         raise error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,13 +26,21 @@ from gefen_fn.tree import (
 )
 from gefen_kernels import reference
 
+SumOfSquares = Callable[[Tensor, int], Tensor]
+"""`(leaf, first column axis) -> 0-dim float64`."""
+
 
 def global_norm(updates: Updates) -> Tensor:
     """L2 norm over all leaves, as one fp32 scalar; `None` leaves count nothing, replicas and shards each entry once.
 
     Squares are added block by block in fp32 by a fixed tree, then in float64, and the root is rounded once.
     """
-    group, own = _own_squares(updates)
+    return norm_by(_sum_of_squares, updates)
+
+
+def norm_by(add: SumOfSquares, updates: Updates) -> Tensor:
+    """`global_norm`, the squares of each leaf added by a back end."""
+    group, own = _own_squares(updates, add)
     squares = [square for square in own if square is not None]
     total = squares[0] if squares else torch.zeros((), dtype=torch.float64, device="cpu")
     for square in squares[1:]:
@@ -41,15 +50,15 @@ def global_norm(updates: Updates) -> Tensor:
 
 def leaf_squares(updates: Updates) -> Tree:
     """The sum of squares of each leaf, shards and all, as 0-dim float64 tensors."""
-    group, own = _own_squares(updates)
+    group, own = _own_squares(updates, _sum_of_squares)
     if group is not None:
-        zero = torch.zeros((), dtype=torch.float64)
+        zero = torch.zeros((), dtype=torch.float64, device="cpu")
         sums = agree.total(torch.stack([zero if square is None else square.cpu() for square in own]), group)
         own = [None if square is None else x.to(square.device) for x, square in zip(sums, own, strict=True)]
     return tree_unflatten(tree_structure(updates), own)
 
 
-def _own_squares(updates: Updates) -> tuple[Any, list[Tensor | None]]:
+def _own_squares(updates: Updates, add: SumOfSquares) -> tuple[Any, list[Tensor | None]]:
     """The group of the leaves, and for each leaf the sum of squares of what this member counts of it."""
     check_leaves(updates)
     leaves = tree_leaves(updates)
@@ -58,7 +67,11 @@ def _own_squares(updates: Updates) -> tuple[Any, list[Tensor | None]]:
         u if u is None or counts else u.flatten()[:0]
         for u, counts in zip(map(local, leaves), agree.counted(leaves, group), strict=True)
     ]
-    return group, [None if u is None else reference.sum_of_squares(u, start=first_column_axis(u)) for u in own]
+    return group, [None if u is None else add(u, first_column_axis(u)) for u in own]
+
+
+def _sum_of_squares(x: Tensor, start: int) -> Tensor:
+    return reference.sum_of_squares(x, start=start)
 
 
 def first_column_axis(x: Tensor) -> int:
@@ -84,6 +97,8 @@ def _clip_leaf(u: Tensor, s: Scalar) -> Tensor:
 def clip_by_global_norm(max_norm: ScalarOrSchedule) -> GradientTransformation:
     """Scale all updates by `min(1, max_norm / norm)`, with `norm` the L2 norm over every leaf.
 
+    `update` takes the norm as `global_norm`, a 0-dim fp32 tensor, where it is known already.
+
     Args:
         max_norm: a number > 0, a 0-dim tensor, or a schedule; one for the whole tree.
 
@@ -93,7 +108,7 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule) -> GradientTransformation:
     check_positive("max_norm", max_norm)
     if isinstance(max_norm, (dict, list, tuple)):
         raise ValueError(f"`max_norm` is one for the whole tree: got a {type(max_norm).__name__}. Clip parts by masks.")
-    return by_scalar("clip_by_global_norm", max_norm, _norm_rule)
+    return by_scalar("clip_by_global_norm", max_norm, _norm_rule, wants=("global_norm",))
 
 
 def clip_factor(norm: Tensor, max_norm: Scalar) -> Tensor:
@@ -102,8 +117,9 @@ def clip_factor(norm: Tensor, max_norm: Scalar) -> Tensor:
     return torch.where(ratio > 1, torch.ones_like(ratio), ratio)
 
 
-def _norm_rule(updates: Updates, max_norm: Any, params: Params | None) -> Updates:
-    factor = clip_factor(global_norm(updates), max_norm)
+def _norm_rule(updates: Updates, max_norm: Any, params: Params | None, **known: Tensor) -> Updates:
+    norm = known["global_norm"] if known else global_norm(updates)
+    factor = clip_factor(norm, max_norm)
     return map_scalar(lambda u, s: multiply(s, u), updates, factor)
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gefen_fn import agree
 from gefen_fn.accumulate import MultiSteps, apply_if_finite
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates, write_updates
 from gefen_fn.calibrate import check_can_learn, learn_from
-from gefen_fn.clip import clip_factor, first_column_axis
+from gefen_fn.clip import clip_factor, first_column_axis, norm_by
 from gefen_fn.combine import chain
 from gefen_fn.gefen import ScaleByGefenState
 from gefen_fn.muon import ScaleByMuonState
@@ -25,6 +26,7 @@ from gefen_fn.program import Part, Program, Stage, at, put, recognise
 from gefen_fn.rounding import StochasticRoundingState
 from gefen_fn.scalar import capturing, check_state, multiply
 from gefen_fn.scale import need_params
+from gefen_fn.shards import local
 from gefen_fn.step_values import changes_of, draws_of, scalars_of, value_of
 from gefen_fn.tree import (
     Tree,
@@ -86,20 +88,22 @@ class Step:
             StructureError: if gradients, state and params do not fit.
             RuntimeError: if a first step is captured.
         """
-        program, leaves, unlearned = self.program, tree_leaves(grads), _unlearned(self.program, state)
-        plan = self._planned(grads, leaves, state, params)
-        moves_codes = unlearned and any(work.started for work in plan.works if work.part in unlearned)
+        program, given, unlearned = self.program, tree_leaves(grads), _unlearned(self.program, state)
+        plan, leaves = self._planned(grads, given, state, params), [local(g) for g in given]
+        moves_codes = _move_codes(unlearned, plan, given)
         if not plan.launches or plan.share_memory(leaves) or moves_codes:
             return write_state(state, self._pure(grads, state, params, **extra))
-        factor = _clip_factor(program.clip, plan, leaves, state)
-        new = _learned(unlearned, plan, leaves, state, factor)
+        norm = None if program.clip is None else _norm(plan, given, leaves)
+        factor = None if norm is None else _clip_factor(program.clip, norm, state)
+        new = _learned(unlearned, plan, given, state, factor)
         runs = [_prepared(program, launch, leaves, grads, new, factor) for launch in plan.launches]
-        left = [None if i in plan.fused else g for i, g in enumerate(leaves)]
+        left = [None if i in plan.fused else g for i, g in enumerate(given)]
         changes = []
         if program.whole and all(g is None for g in left):
             changes = changes_of(program, new)
         else:
-            new = self._pure(tree_unflatten(tree_structure(grads), left), new, params, **extra)
+            rest = tree_unflatten(tree_structure(grads), left)
+            new = self._pure(rest, new, params, **extra, **({} if norm is None else {"global_norm": norm}))
         for run in runs:
             run()
         for old, x in changes:
@@ -117,8 +121,8 @@ class Step:
         own, forms = tree_parts(grads, params), [form_of(g) for g in leaves]
         kept = [x for stage in stages for x in tree_leaves((stage.count, stage.mu, stage.nu))]
         kept += [x for part in self.program.parts for x in tree_leaves(_drawn(part, state))]
-        key, facts = [*own, *kept], [*forms, *((form_of(p), p.data_ptr(), p.stride()) for p in own if p is not None)]
-        facts += [(x.data_ptr(), x.stride()) for x in kept if x is not None]
+        key, held = [*own, *kept], [local(x) for x in (*own, *kept) if x is not None]
+        facts = [*forms, *map(form_of, own), *((x.data_ptr(), x.stride()) for x in held)]
         old, captured = self._plan, capturing()
         if old is None or old.facts != facts or not all(map(operator.is_, old.key, key)):
             if captured:
@@ -221,13 +225,26 @@ def _in_place(tx: GradientTransformation, step: FusedStep) -> GradientTransforma
     return GradientTransformation(tx.init, update)
 
 
-def _clip_factor(clip: Stage | None, plan: StepPlan, leaves: Sequence[Any], state: OptState) -> Tensor | None:
-    """What all gradients are multiplied by, 0-dim float64; None without a clip, which takes all leaves or none."""
-    if clip is None:
-        return None
-    squares = [_squares(launch, [leaves[work.index] for work in launch.works]) for launch in plan.launches]
-    norm = torch.stack([x.to(squares[0].device) for x in squares]).sum().sqrt().float()
+def _move_codes(unlearned: list[Part], plan: StepPlan, grads: Sequence[Any]) -> bool:
+    """Whether a codebook is about to be learned under codes, here or on another member, that are not zero's."""
+    if not unlearned:
+        return False
+    started = any(work.started for work in plan.works if work.part in unlearned)
+    return bool(agree.any_member(torch.tensor(started, device="cpu"), agree.group_of(grads)))
+
+
+def _clip_factor(clip: Stage | None, norm: Tensor, state: OptState) -> Tensor:
+    """What all gradients are multiplied by, 0-dim float64."""
+    assert clip is not None  # the norm was asked for its sake
     return clip_factor(norm, value_of(clip, clip.recipe.args[0], state))
+
+
+def _norm(plan: StepPlan, grads: Sequence[Any], leaves: Sequence[Any]) -> Tensor:
+    """The norm of all gradients, 0-dim fp32; `leaves` are what is held here of them."""
+    if agree.group_of(grads) is not None or len(plan.fused) < sum(g is not None for g in grads):
+        return norm_by(lambda g, start: kernels_of(g).sum_of_squares(g, start=start), grads)
+    squares = [_squares(launch, [leaves[work.index] for work in launch.works]) for launch in plan.launches]
+    return torch.stack([x.to(squares[0].device) for x in squares]).sum().sqrt().float()
 
 
 def _squares(launch: Launch | MuonLaunch, grads: Sequence[Tensor]) -> Tensor:
@@ -265,16 +282,20 @@ def _unlearned(program: Program, state: OptState) -> list[Part]:
 
 
 def _learned(
-    unlearned: list[Part], plan: StepPlan, leaves: Sequence[Any], state: OptState, factor: Tensor | None
+    unlearned: list[Part], plan: StepPlan, grads: Sequence[Any], state: OptState, factor: Tensor | None
 ) -> OptState:
     """The state with these parts' codebooks learned."""
+    if not unlearned:
+        return state
+    group = agree.group_of(grads)
+    mine = agree.counted(grads, group)
     for part in unlearned:
         stage = _stage(part, state)
         counts = torch.zeros(4096, dtype=torch.int64, device="cpu")
         for work in plan.works:
-            if work.part is part and not work.counted.dense:
-                counts += _histogram(work, leaves[work.index], factor, fused=work.index in plan.fused)
-        book, learned = learn_from(counts, stage.codebook, stage.learned)
+            if work.part is part and not work.counted.dense and mine[work.index]:
+                counts += _histogram(work, local(grads[work.index]), factor, fused=work.index in plan.fused)
+        book, learned = learn_from(agree.total(counts, group), stage.codebook, stage.learned, group)
         state = put(state, part.core.path, stage._replace(codebook=book, learned=learned))
     return state
 

@@ -12,6 +12,7 @@ from gefen_fn.first_moment import check_moment
 from gefen_fn.muon import ScaleByMuonState
 from gefen_fn.program import Part
 from gefen_fn.quantize import Quantized
+from gefen_fn.shards import local
 from gefen_fn.spec import Matrices, matrices
 from gefen_fn.tree import tree_leaves, tree_parts
 from gefen_kernels import ops
@@ -40,13 +41,13 @@ class MuonWork:
         return isinstance(self.mu, Quantized) and bool(self.mu.absmax.any())
 
     def takes(self, grad: Tensor) -> bool:
-        """Whether it is stepped in place: plain CPU tensors of known dtypes."""
+        """Whether it is stepped in place: whole leaves, plain CPU tensors of known dtypes."""
         kept = self.mu if isinstance(self.mu, Quantized) else (self.mu,)
         plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in (grad, self.param, *kept))
         known = self.param.dtype in _KNOWN and grad.dtype in _KNOWN
         laid = all(x.is_contiguous() for x in (self.param, *kept))
         here = self.param.device.type == grad.device.type == "cpu" and ops.back_end(grad.device) is not None
-        return plain and known and laid and here
+        return plain and known and laid and here and not self.layout.piece.axes
 
 
 class MuonLaunch(NamedTuple):
@@ -80,6 +81,6 @@ def muon_works(part: Part, state: ScaleByMuonState, updates: Updates, params: Pa
         if g is not None and seen is not None and usual is not None:
             layout = seen.layout(usual.block, usual.piece, flat=isinstance(given["block"], FlatBlocks))
             layout = layout if given["quantize"] else replace(layout, dense=True)
-            check_moment(g, mu, layout)
-            out.append(MuonWork(i, part, p, mu, seen, layout, usual))
+            check_moment(local(g), local(mu), layout)
+            out.append(MuonWork(i, part, local(p), local(mu), seen, layout, usual))
     return out

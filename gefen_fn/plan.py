@@ -17,6 +17,7 @@ from gefen_fn.program import Part, Program, at
 from gefen_fn.quantize import Quantized, tie_rule
 from gefen_fn.rounding import leaf_seeds
 from gefen_fn.second_moment import Block, Factored, SecondMoment, policy_for
+from gefen_fn.shards import local
 from gefen_fn.tree import tree_leaves, tree_parts, tree_structure, tree_unflatten
 from gefen_kernels import ops, reference
 from gefen_kernels.step import Leaf
@@ -24,7 +25,7 @@ from gefen_kernels.step import Leaf
 
 @dataclass(frozen=True)
 class Work:
-    """A leaf of a part: its place in the tree, its tensors, and how they lie.
+    """A leaf of a part: its place in the tree, its tensors as they are held here, and how they lie.
 
     `drawn` is its count in `stochastic_rounding`, None without; `seed` that of what is rounded at random.
     """
@@ -60,11 +61,20 @@ class Work:
         return bool(self.count)
 
     def takes(self, grad: Tensor) -> bool:
-        """Whether a back end steps it; blocks over a flattened leaf with tiles of its matrix are the pure path's."""
-        if isinstance(self.policy, Factored) and self.layout.unflattened is not self.layout:
+        """Whether a back end steps it.
+
+        Blocks over a flattened leaf with tiles of its matrix are the pure path's, and so are shards with cut tiles or
+        with noise, which is drawn by the place in the whole leaf.
+        """
+        policy, module = self.policy, ops.back_end(self.param.device)
+        if isinstance(policy, Factored):
+            flat, cut = self.layout.unflattened is not self.layout, policy.tiles(self.layout).peers is not None
+            if flat or cut:
+                return False
+        leaf = self.leaf(grad, decays=True)
+        if self.layout.piece.axes and (leaf.random_codes or leaf.random_param):
             return False
-        module = ops.back_end(self.param.device)
-        return module is not None and bool(module.supports(self.leaf(grad, decays=True)))
+        return module is not None and bool(module.supports(leaf))
 
     def leaf(self, grad: Tensor, decays: bool) -> Leaf:
         """The leaf as a back end takes it."""
@@ -146,13 +156,11 @@ def make_plan(
     Raises:
         StructureError: if the state does not fit the leaves.
     """
-    leaves = tree_leaves(grads)
+    leaves = [local(g) for g in tree_leaves(grads)]
     works = _works(program, grads, state, params)
     taken = [work for work in works if work.takes(leaves[work.index])]
     if _overlap([work.param for work in taken]):
         taken = []  # tied memory: what one leaf writes another would read
-    if program.clip is not None and len(taken) < sum(g is not None for g in leaves):
-        taken = []  # the norm is over all leaves, so all go one way
     launches: list[Launch | MuonLaunch] = []
     for part in program.parts:
         decays = _decays(program, part, grads, params)
@@ -189,9 +197,9 @@ def _works(program: Program, grads: Updates, state: OptState, params: Params) ->
         rows = zip(tree_leaves(grads), *columns, strict=True)
         for i, (g, p, label, seed, draws, count, mu, nu, layout) in enumerate(rows):
             if g is not None and label == part.label:
-                work = Work(i, part, p, count, mu, nu, layout, draws, seed)
-                check_moment(g, mu, layout)
-                work.policy.check(nu, layout)
+                work = Work(i, part, local(p), count, local(mu), local(nu), layout, draws, seed)
+                check_moment(local(g), work.mu, layout)
+                work.policy.check(work.nu, layout)
                 out.append(work)
     return out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +52,7 @@ from gefen_fn.tree import (
     tree_unflatten,
 )
 
-TreeRule = Callable[[Updates, Any, Params | None], Updates]
+TreeRule = Callable[..., Updates]
 
 
 class ScaleByScheduleState(NamedTuple):
@@ -80,8 +80,12 @@ class ZeroNansState(NamedTuple):
     found_nan: Tree
 
 
-def by_scalar(name: str, value: Any, rule: TreeRule, **options: Any) -> GradientTransformation:
+def by_scalar(
+    name: str, value: Any, rule: TreeRule, *, wants: Sequence[str] = (), **options: Any
+) -> GradientTransformation:
     """The transform `rule(updates, value, params)`, called `name(value, **options)`.
+
+    `rule` is also given those extra arguments of `update` that it `wants`, by name, where they are there.
 
     A callable `value` is a schedule of the calls so far, from 0.
     """
@@ -92,11 +96,12 @@ def by_scalar(name: str, value: Any, rule: TreeRule, **options: Any) -> Gradient
     def update(
         updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
+        wanted = {key: extra[key] for key in wants if key in extra}
         if not is_schedule(value):
             check_state(state, EmptyState)
-            return rule(updates, value, params), state
+            return rule(updates, value, params, **wanted), state
         check_state(state, ScaleByScheduleState)
-        return rule(updates, value(state.count), params), ScaleByScheduleState(state.count + 1)
+        return rule(updates, value(state.count), params, **wanted), ScaleByScheduleState(state.count + 1)
 
     return made(Recipe(name, (value,), options), init, update)
 
@@ -313,5 +318,5 @@ def _found_anywhere(updates: Updates, found: Tree) -> Tree:
     group = agree.group_of(leaves)
     if group is None:
         return found
-    anywhere = agree.any_member(torch.stack([torch.as_tensor(bool(flag)) for flag in flags]), group)
+    anywhere = agree.any_member(torch.stack([torch.as_tensor(bool(flag), device="cpu") for flag in flags]), group)
     return tree_unflatten(tree_structure(updates), [x.to(flag.device) for x, flag in zip(anywhere, flags, strict=True)])

@@ -308,7 +308,7 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def _stepped(self, grads: dict[str, Tensor | None], state: OptState, params: dict[str, Tensor]) -> OptState:
         """The next state; parameters, and the state's tensors where fused or capturable, are written in place."""
-        if self._fused is not None and self._group() is None and not torch.compiler.is_compiling():
+        if self._fused is not None and not torch.compiler.is_compiling():
             return self._fused(grads, state, params)
         updates, new = self._tx.update(grads, state, params)
         write_updates(params, updates)

@@ -129,7 +129,10 @@ def state_digest(state: Any) -> int:
     tree_map(lambda x: books.append(x.codebook) if has_codebook(x) else None, state, is_leaf=has_codebook)
     counts = [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.int32]
     digest = 0
-    for x in (*(torch.stack([c for c in counts if c.device.type == "cpu"] or [torch.zeros(())]),), *books):
+    for x in (
+        *(torch.stack([c for c in counts if c.device.type == "cpu"] or [torch.zeros((), device="cpu")]),),
+        *books,
+    ):
         digest = zlib.crc32(x.numpy().tobytes(), digest) if x.device.type == "cpu" else digest
     return digest
 

@@ -32,7 +32,7 @@ def build(sides: Sequence[int] | None, **options: Any) -> tuple[nn.Module, Gefen
     model = Net()
     if sides is not None:
         fully_shard(model, mesh=mesh_of(sides))
-    return model, Gefen(model.named_parameters(), lr=1e-2, weight_decay=0.1, fused=False, **options)
+    return model, Gefen(model.named_parameters(), lr=1e-2, weight_decay=0.1, **options)
 
 
 def give_gradients(model: nn.Module, step: int) -> None:
