@@ -68,7 +68,7 @@ def scale_last(x: tl.tensor) -> tl.tensor:
 def encode_block(x: tl.tensor, search: tl.tuple) -> tuple[tl.tensor, tl.tensor]:
     """Codes (uint8 `[rows, width]`) and absmax (`[rows]`) of fp32 rows, each a block; padding must hold zeros."""
     absmax = scale_last(x)
-    return nearest_code(tl.div_rn(x, absmax[:, None]), search), absmax
+    return nearest_code(tl.div_rn(x, absmax[:, None]), search, True), absmax
 
 
 @jit
@@ -168,7 +168,7 @@ def _histogram_kernel(
 def _nearest_kernel(x: tl.tensor, codes: tl.tensor, search: tl.tuple, size: tl.tensor, WIDTH: tl.constexpr) -> None:
     offset = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
     entries = tl.load(x + offset, mask=offset < size, other=0.0)
-    tl.store(codes + offset, nearest_code(entries, search), mask=offset < size)
+    tl.store(codes + offset, nearest_code(entries, search, False), mask=offset < size)
 
 
 @jit

@@ -211,7 +211,9 @@ def step_param(
     """Step the parameter along `drive`; `root` broadcasts to its shape. `RANDOM` draws the rounding of bf16."""
     if row.corrects != 0:
         root = tl.div_rn(root, n.root_correction2)
-    u = tl.div_rn(tl.div_rn(drive, n.correction1), root + n.eps)
+    if n.correction1 != 1.0:  # as it is after some 160 steps
+        drive = tl.div_rn(drive, n.correction1)
+    u = tl.div_rn(drive, root + n.eps)
     raw = tl.load(row.param + offset, mask=mask, other=0.0)
     p = widen(raw)
     if row.decays != 0:
