@@ -75,7 +75,7 @@ def matrices(params):
     return {k: p is not None and p.ndim > 1 for k, p in params.items()}
 
 
-PARTS = {k: MatrixAxes(0, 1, split=(200, 60, 40)) if k == "w" else None for k in SHAPES}
+PARTS = {k: MatrixAxes(1, 0, split=(400, 60, 60)) if k == "w" else None for k in SHAPES}
 EXPRESSIONS = {
     "gefen": lambda: gefen(1e-2),
     "gefen with decay": lambda: gefen(1e-2, weight_decay=0.1),
@@ -125,7 +125,7 @@ EXPRESSIONS = {
     ),
     "gefen_muon": lambda: gefen_muon(1e-2),
     "clipped gefen_muon": lambda: chain(
-        clip_by_global_norm(0.5), gefen_muon(COSINE, weight_decay=0.1, mask=decay_mask)
+        clip_by_global_norm(0.5), gefen_muon(COSINE, weight_decay=0.1, mask=lambda p: {k: k != "conv" for k in p})
     ),
     "injected gefen_muon": lambda: inject_hyperparams(gefen_muon)(
         1e-2, momentum=linear_schedule(0.8, 0.9, 5), spec=PARTS
