@@ -40,12 +40,16 @@ def global_norm(updates: Updates) -> Tensor:
 
 def norm_by(add: SumOfSquares, updates: Updates) -> Tensor:
     """`global_norm`, the squares of each leaf added by a back end."""
-    group, own = _own_squares(updates, add)
-    squares = [square for square in own if square is not None]
+    return agree.total(squares_here(add, updates), agree.group_of(tree_leaves(updates))).sqrt().float()
+
+
+def squares_here(add: SumOfSquares, updates: Updates) -> Tensor:
+    """The sum of squares of what this member counts, 0-dim float64."""
+    squares = [square for square in _own_squares(updates, add)[1] if square is not None]
     total = squares[0] if squares else torch.zeros((), dtype=torch.float64, device="cpu")
     for square in squares[1:]:
         total = square + total.to(square.device)
-    return agree.total(total, group).sqrt().float()
+    return total
 
 
 def leaf_squares(updates: Updates) -> Tree:

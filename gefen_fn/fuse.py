@@ -15,7 +15,7 @@ from gefen_fn import agree
 from gefen_fn.accumulate import MultiSteps, apply_if_finite
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates, write_updates
 from gefen_fn.calibrate import check_can_learn, learn_from
-from gefen_fn.clip import clip_factor, first_column_axis, norm_by
+from gefen_fn.clip import clip_factor, first_column_axis, norm_by, squares_here
 from gefen_fn.combine import chain
 from gefen_fn.gefen import ScaleByGefenState
 from gefen_fn.muon import ScaleByMuonState
@@ -79,7 +79,7 @@ class Step:
             grads: like `params`; a `None` leaf is left alone.
             state: of the transform; its tensors are written to.
             params: written to.
-            **extra: passed to the pure path.
+            **extra: passed to the pure path; with a clip `global_norm`, if it is known.
 
         Returns:
             The state, of the same tensors: whoever holds one of them sees the step, as with `torch.optim`.
@@ -88,13 +88,15 @@ class Step:
             StructureError: if gradients, state and params do not fit.
             RuntimeError: if a first step is captured.
         """
-        program, given, unlearned = self.program, tree_leaves(grads), _unlearned(self.program, state)
+        program, given = self.program, tree_leaves(grads)
         plan, leaves = self._planned(grads, given, state, params), [local(g) for g in given]
+        unlearned = _unlearned(program, plan, state)
         moves_codes = _move_codes(unlearned, plan, given)
         if not plan.launches or plan.share_memory(leaves) or moves_codes:
             return write_state(state, self._pure(grads, state, params, **extra))
-        norm = None if program.clip is None else _norm(plan, given, leaves)
-        factor = None if norm is None else _clip_factor(program.clip, norm, state)
+        if program.clip is not None and "global_norm" not in extra:
+            extra["global_norm"] = _norm(plan, given, leaves)
+        factor = _clip_factor(program.clip, extra.get("global_norm"), state)
         new = _learned(unlearned, plan, given, state, factor)
         runs = [_prepared(program, launch, leaves, grads, new, factor) for launch in plan.launches]
         left = [None if i in plan.fused else g for i, g in enumerate(given)]
@@ -102,13 +104,16 @@ class Step:
         if program.whole and all(g is None for g in left):
             changes = changes_of(program, new)
         else:
-            rest = tree_unflatten(tree_structure(grads), left)
-            new = self._pure(rest, new, params, **extra, **({} if norm is None else {"global_norm": norm}))
+            new = self._pure(tree_unflatten(tree_structure(grads), left), new, params, **extra)
         for run in runs:
             run()
         for old, x in changes:
             old.copy_(x)
         return write_state(state, new)
+
+    def squares_here(self, grads: Updates) -> Tensor | None:
+        """What this member counts of the squares whose root is `global_norm`, 0-dim float64; None without a clip."""
+        return None if self.program.clip is None else squares_here(_squares_of, grads)
 
     def _pure(self, grads: Updates, state: OptState, params: Params, **extra: Any) -> OptState:
         updates, state = self._tx.update(grads, state, params, **extra)
@@ -233,18 +238,24 @@ def _move_codes(unlearned: list[Part], plan: StepPlan, grads: Sequence[Any]) -> 
     return bool(agree.any_member(torch.tensor(started, device="cpu"), agree.group_of(grads)))
 
 
-def _clip_factor(clip: Stage | None, norm: Tensor, state: OptState) -> Tensor:
-    """What all gradients are multiplied by, 0-dim float64."""
-    assert clip is not None  # the norm was asked for its sake
+def _clip_factor(clip: Stage | None, norm: Tensor | None, state: OptState) -> Tensor | None:
+    """What all gradients are multiplied by, 0-dim float64; None without a clip."""
+    if clip is None or norm is None:
+        return None
     return clip_factor(norm, value_of(clip, clip.recipe.args[0], state))
 
 
 def _norm(plan: StepPlan, grads: Sequence[Any], leaves: Sequence[Any]) -> Tensor:
     """The norm of all gradients, 0-dim fp32; `leaves` are what is held here of them."""
     if agree.group_of(grads) is not None or len(plan.fused) < sum(g is not None for g in grads):
-        return norm_by(lambda g, start: kernels_of(g).sum_of_squares(g, start=start), grads)
+        return norm_by(_squares_of, grads)
     squares = [_squares(launch, [leaves[work.index] for work in launch.works]) for launch in plan.launches]
     return torch.stack([x.to(squares[0].device) for x in squares]).sum().sqrt().float()
+
+
+def _squares_of(g: Tensor, start: int) -> Tensor:
+    squares: Tensor = kernels_of(g).sum_of_squares(g, start=start)
+    return squares
 
 
 def _squares(launch: Launch | MuonLaunch, grads: Sequence[Tensor]) -> Tensor:
@@ -271,11 +282,12 @@ def _drawn(part: Part, state: OptState) -> Tree:
     return stage.count
 
 
-def _unlearned(program: Program, state: OptState) -> list[Part]:
-    """The parts whose codebooks are to be learned and were not."""
+def _unlearned(program: Program, plan: StepPlan, state: OptState) -> list[Part]:
+    """The parts whose codebooks are to be learned and were not, and that have leaves to learn from."""
     rules = [(part, part.core.recipe.kwargs["codebook"]) for part in program.parts if part.quantizes]
     learning = [part for part, rule in rules if isinstance(rule, str) and rule == "learned"]
-    unlearned = [part for part in learning if not bool(_stage(part, state).learned)]
+    able = [part for part in learning if any(w.part is part and not w.counted.dense for w in plan.works)]
+    unlearned = [part for part in able if not bool(_stage(part, state).learned)]
     if unlearned:
         check_can_learn()
     return unlearned

@@ -13,7 +13,7 @@ from gefen_fn import agree
 from gefen_fn.agree import together
 from gefen_fn.base import GradientTransformation, OptState, check_transform, write_updates
 from gefen_fn.describe import Report, describe
-from gefen_fn.fuse import fuse, write_state
+from gefen_fn.fuse import Step, fuse, write_state
 from gefen_fn.program import at, put
 from gefen_fn.scalar import capturing, squares_are_finite
 from gefen_fn.shards import placements_of
@@ -21,7 +21,7 @@ from gefen_fn.tree import StructureError, check_floating
 from gefen_kernels import ops
 from gefen_nn import checkpoint, groups, state_view
 from gefen_nn.hooks import call, run_post_hooks, run_pre_hooks
-from gefen_nn.vote import Phases, Scaler, agreed
+from gefen_nn.vote import Gradients, Phases, Scaler, agreed
 
 
 class _Kept:
@@ -277,12 +277,15 @@ class TransformOptimizer(torch.optim.Optimizer):
         params = phases.attempt("structure", self._sync)
         grads = phases.attempt("gradients", lambda: self._gradients(params or {}))
         scaler = phases.attempt("scaler", lambda: Scaler.of(self))
-        grads, overflow = agreed(phases, self._named(), grads, scaler, self._kept.state)
-        self._kept.skipped = overflow or all(g is None for g in grads.values())
+        squares = self._fused.squares_here if isinstance(self._fused, Step) else lambda grads: None
+        agreement = agreed(phases, self._named(), grads, scaler, self._kept.state, squares)
+        grads = agreement.grads
+        self._kept.skipped = agreement.overflow or all(g is None for g in grads.values())
         if not self._kept.skipped:
             if scaler is not None:
                 scaler.unscale(grads.values())
-            self._kept.state = self._stepped(grads, self._with_hyperparams(self._kept.state), params or {})
+            state, known = self._with_hyperparams(self._kept.state), {"global_norm": agreement.norm}
+            self._kept.state = self._stepped(grads, state, params or {}, {} if agreement.norm is None else known)
         if hooked:
             run_post_hooks(self, closure)
         return loss
@@ -306,10 +309,10 @@ class TransformOptimizer(torch.optim.Optimizer):
                 groups.check_capture(self.param_groups, self._keys, self._device())
         return grads
 
-    def _stepped(self, grads: dict[str, Tensor | None], state: OptState, params: dict[str, Tensor]) -> OptState:
+    def _stepped(self, grads: Gradients, state: OptState, params: dict[str, Tensor], known: dict[str, Any]) -> OptState:
         """The next state; parameters, and the state's tensors where fused or capturable, are written in place."""
         if self._fused is not None and not torch.compiler.is_compiling():
-            return self._fused(grads, state, params)
+            return self._fused(grads, state, params, **known)
         updates, new = self._tx.update(grads, state, params)
         write_updates(params, updates)
         return write_state(state, new) if self._capturable and not torch.compiler.is_compiling() else new

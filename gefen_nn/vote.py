@@ -140,10 +140,29 @@ def state_digest(state: Any) -> int:
 Gradients = dict[str, Tensor | None]
 
 
+class Agreement(NamedTuple):
+    """What a step is to do, the same for all members.
+
+    Attributes:
+        grads: the gradients, with empty ones where this member holds no entries of a parameter that others have one of.
+        overflow: whether to leave the step out.
+        norm: of all gradients, 0-dim fp32, if it was asked for.
+    """
+
+    grads: Gradients
+    overflow: bool
+    norm: Tensor | None
+
+
 def agreed(
-    phases: "Phases", named: Mapping[str, Tensor], grads: Gradients | None, scaler: Scaler | None, state: Any
-) -> tuple[Gradients, bool]:
-    """The gradients of a step, and whether it overflowed; all members come to the same answer.
+    phases: "Phases",
+    named: Mapping[str, Tensor],
+    grads: Gradients | None,
+    scaler: Scaler | None,
+    state: Any,
+    squares: Callable[[Gradients], Tensor | None],
+) -> Agreement:
+    """Hear all members before a step.
 
     Args:
         phases: what was attempted.
@@ -151,24 +170,24 @@ def agreed(
         grads: the gradients here; None if an attempt failed.
         scaler: what a gradient scaler left.
         state: of the optimizer, whose counters and codebooks must be the same everywhere.
-
-    Returns:
-        The gradients, with empty ones where this member holds no entries of a parameter that others have one of.
+        squares: what this member counts of a norm's squares; None if the step needs no norm.
 
     Raises:
         GroupFailure: as of `Phases.vote`.
     """
     if phases.group is None:
-        return grads or {}, scaler is not None and scaler.overflow
-    ballot = None
+        return Agreement(grads or {}, scaler is not None and scaler.overflow, None)
+    ballot, own = None, None
     if grads is not None:
         given = [grads.get(name) is not None for name in named]
         filled = [local(p).numel() > 0 for p in named.values()]
-        ballot = Ballot(list(named), given, filled, structure_digest(named), state_digest(state), scaler, 0.0)
+        own = squares(grads) if scaler is None else None  # scaled gradients have another norm
+        share = 0.0 if own is None else float(own)
+        ballot = Ballot(list(named), given, filled, structure_digest(named), state_digest(state), scaler, share)
     outcome = phases.vote(len(named), ballot)
     present = dict(zip(named, outcome.present, strict=True))
-    own = {k: torch.zeros_like(named[k]) if g is None and present[k] else g for k, g in (grads or {}).items()}
-    return own, outcome.overflow
+    whole = {k: torch.zeros_like(named[k]) if g is None and present[k] else g for k, g in (grads or {}).items()}
+    return Agreement(whole, outcome.overflow, None if own is None else outcome.squares.sqrt().float())
 
 
 class Phases:
