@@ -255,7 +255,7 @@ def with_other_tensors():
 
 
 REFUSED = {
-    "an unlearned codebook": (lambda: stepped(0), r"codebook=\"fixed\".*calibrate.*take one step first"),
+    "an unlearned codebook": (lambda: stepped(0), "right after one like it that is not"),
     "an unlearned codebook, pure": (lambda: stepped(0, fused=False), "take one step first"),
     "a first step": (lambda: stepped(0, codebook="fixed"), "right after one like it that is not"),
     "a second capture": (captured_before, "a second capture"),
