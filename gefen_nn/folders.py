@@ -44,12 +44,8 @@ def check_place(path: Path) -> None:
 
 
 def prepare(path: Path) -> Path:
-    """An empty folder to write to; what a killed process left beside the path is put right first."""
-    part, old = beside(path, "part"), beside(path, "old")
-    if not path.exists():
-        newest = next(filter(is_complete, (part, old)), None)
-        if newest is not None:
-            newest.rename(path)
+    """An empty folder to write to, without what a killed process left in it."""
+    part = beside(path, "part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     return part
@@ -82,8 +78,8 @@ def publish(part: Path, path: Path, files: Mapping[str, tuple[int, int]]) -> Non
     (part / "manifest.tmp").rename(part / _MANIFEST)
     _sync(part)
     old = beside(path, "old")
-    shutil.rmtree(old, ignore_errors=True)
     if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
         path.rename(old)
     part.rename(path)
     _sync(path.parent)
@@ -107,7 +103,7 @@ def published(path: Path) -> Path:
     Raises:
         CheckpointError: if there is none.
     """
-    for folder in (path, beside(path, "part"), beside(path, "old")):
+    for folder in (path, beside(path, "old")):
         if is_complete(folder):
             return folder
     came = "no complete one" if path.exists() else "nothing"

@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 import shutil
+import threading
 import warnings
 
 import pytest
@@ -21,6 +22,7 @@ from gefen_nn import (
     OptimizerState,
     StateTree,
     TransformOptimizer,
+    folders,
     load,
     save,
     save_async,
@@ -109,12 +111,15 @@ def test_q3_a_run_that_never_stepped_and_m18_a_second_save_each_stand_for_themse
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
-def test_48_an_asynchronous_save_is_of_the_moment_of_the_call_when_all_is_overwritten_in_place(tmp_path):
+def test_48_an_asynchronous_save_is_of_the_moment_of_the_call_when_all_is_overwritten_in_place(tmp_path, monkeypatch):
     model, optimizer = run()
-    noise, before = torch.ones(2), held(model, optimizer)
+    noise, before, overwritten = torch.ones(2), held(model, optimizer), threading.Event()
+    prepare = folders.prepare
+    monkeypatch.setattr(folders, "prepare", lambda path: overwritten.wait(20) and prepare(path))
     saved = save_async(tmp_path / "a", model, optimizer, noise=noise)
     for x in (noise, *model.parameters(), *(x for own in optimizer.state.values() for x in own.values())):
         x.data.fill_(0)
+    overwritten.set()
     saved.result()
     other, target = fresh()
     assert torch.equal(load(tmp_path / "a", other, target).extra["noise"], torch.ones(2))
@@ -151,8 +156,11 @@ def step_at(path, other, target):
         return None
 
 
-@pytest.mark.parametrize("older", [1, None], ids=["over an older one", "at a new path"])
-def test_49_a_save_killed_between_any_two_calls_leaves_the_last_complete_one(tmp_path, monkeypatch, older):
+PLACES = {"over an older one": "run", "at a new path": None, "after a kill while it took the place": ".run.old"}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_49_a_save_killed_between_any_two_calls_leaves_the_last_complete_one(tmp_path, monkeypatch, place):
     model, optimizer = run(steps=1)
     states = {1: held(model, optimizer)}
     save(tmp_path / "older", model, optimizer, step=1)
@@ -163,8 +171,8 @@ def test_49_a_save_killed_between_any_two_calls_leaves_the_last_complete_one(tmp
     for calls in itertools.count():
         here = tmp_path / f"after {calls} calls"
         here.mkdir()
-        if older:
-            shutil.copytree(tmp_path / "older", here / "run")
+        if PLACES[place]:
+            shutil.copytree(tmp_path / "older", here / PLACES[place])
         with monkeypatch.context() as patch:
             mortal = Mortal(calls, patch)
             try:
@@ -178,7 +186,7 @@ def test_49_a_save_killed_between_any_two_calls_leaves_the_last_complete_one(tmp
         if mortal.left >= 0:
             break
     changes = [left != right for left, right in itertools.pairwise(found)]
-    assert found[0] == older and found[-1] == 2 and sum(changes) == 1 and len(found) > 10
+    assert found[0] == (1 if PLACES[place] else None) and found[-1] == 2 and sum(changes) == 1 and len(found) > 10
 
 
 def test_41_no_changed_byte_of_a_checkpoint_loads_as_another_state(tmp_path):

@@ -1,5 +1,6 @@
 """What workers run around saves and loads: trees of every policy, whole runs, and faults on one of the workers."""
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from gefen_fn import apply_updates, flatten_state
 from gefen_fn.shards import local
-from gefen_nn import CheckpointError, Gefen, GroupFailure, OptimizerState, StateTree, load, save, save_async
+from gefen_nn import CheckpointError, Gefen, GroupFailure, OptimizerState, StateTree, folders, load, save, save_async
 from tests.distributed.adapter import build, give_gradients, tensors
+from tests.distributed.pool import GROUP_SECONDS
 from tests.distributed.training import TRANSFORMS, mesh_of, noise, spread, whole
 
 # Uneven and empty parts, tiles cut by three of them, on odd rows, with a remainder, and fewer rows than a tile.
@@ -189,13 +191,17 @@ def save_while_training(rank: int, folder: str) -> None:
     """Saves that are written by a thread while steps are taken and the state is overwritten in place."""
     model, optimizer = run_of("net", (2,))
     steps(model, optimizer, 1, 2)
+    overwritten, prepare = threading.Event(), folders.prepare
+    folders.prepare = lambda path: prepare(path) if overwritten.wait(GROUP_SECONDS) else path
     ours = save_async(f"{folder}/ours", model, optimizer, step=2)
     own = dist.new_group()
     stock = dcp.async_save({"x": OptimizerState(optimizer)}, checkpoint_id=f"{folder}/stock", process_group=own)
     steps(model, optimizer, 3, 4)
     for x in (*model.parameters(), *(x for leaves in optimizer.state.values() for x in leaves.values())):
         local(x.detach()).fill_(1)
+    overwritten.set()
     ours.result()
+    folders.prepare = prepare
     stock.result()
 
 
