@@ -525,10 +525,10 @@ def test_every_other_kernel_compiles_with_every_option(policy, block, shape, dty
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_rounding_at_random_compiles_without_spills(target):
-    leaves = [leaf_of(shape, Factored((128, 256))) for shape in [(256, 512), (64, 301), (9,)]]
+    leaves = [leaf_of(shape, Factored((128, 256))) for shape in [(256, 512), (9,)]]
     drawn = [leaf._replace(seed=5, random_codes=True, random_param=True) for leaf in leaves]
     launches = launched(drawn, counts=torch.ones(len(drawn), 2, dtype=torch.int64))
-    assert [launch.kernel.__name__ for launch in launches] == ["tile_kernel", "tile_kernel", "dense_kernel"]
+    assert [launch.kernel.__name__ for launch in launches] == ["tile_kernel", "dense_kernel"]
     assert all(compiled(launch, TARGETS[target]).spills <= SPILLS_ALLOWED for launch in launches)
 
 
