@@ -18,7 +18,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from gefen_fn import apply_updates, flatten_state
 from gefen_fn.shards import local
-from gefen_nn import CheckpointError, Gefen, GroupFailure, OptimizerState, StateTree, folders, load, save, save_async
+from gefen_nn import (
+    CheckpointError,
+    Gefen,
+    GefenMuon,
+    GroupFailure,
+    OptimizerState,
+    StateTree,
+    convert_state,
+    folders,
+    load,
+    save,
+    save_async,
+)
 from tests.distributed.adapter import build, give_gradients, tensors
 from tests.distributed.pool import GROUP_SECONDS
 from tests.distributed.training import TRANSFORMS, mesh_of, noise, spread, whole
@@ -96,9 +108,15 @@ class Feed(nn.Module):
 
 
 def run_of(kind: str, sides: Sequence[int] | None) -> tuple[nn.Module, Gefen]:
-    """A model of fixed weights and its optimizer; `tp` cuts it for tensor parallel over the inner side first."""
+    """A model of fixed weights and its optimizer.
+
+    "net" and "hybrid" are the same model; "feed" is wide enough for "tp", which cuts it over the mesh's inner side too.
+    """
     if kind == "net":
         return build(sides)
+    if kind == "hybrid":
+        model = build(sides)[0]
+        return model, GefenMuon(model, lr=1e-2, weight_decay=0.1, normuon="norm_kept", fused=False)
     torch.manual_seed(0)
     model = Feed()
     if kind == "tp":
@@ -328,6 +346,18 @@ def trees_index(rank: int, where: Where) -> str:
     tx = TRANSFORMS["default"]()
     params = {k: spread(noise(k, shape, 0), *where) for k, shape in SHAPES.items()}
     return str(StateTree(tx.init(params), params).state_dict()["index"])
+
+
+def converted(rank: int, sides: Sequence[int] | None) -> dict[str, Tensor]:
+    """State made of AdamW's whole one, which every member reads."""
+    model, optimizer = run_of("net", sides)
+    other = build(None)[0]
+    source = torch.optim.AdamW(other.named_parameters())
+    for step in (1, 2):
+        give_gradients(other, step)
+        source.step()
+    optimizer.load_state_dict(convert_state(source.state_dict(), optimizer))
+    return {key: x for key, x in tensors(model, optimizer).items() if ": " in key}
 
 
 def shard_later(rank: int) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ import pytest
 from tests.distributed.adapter import load, save, take_steps
 from tests.distributed.test_shards import different
 
-MOVES = [((2,), (4,)), ((2,), (3,)), ((4,), (2,)), ((2, 2), (3,))]
+MOVES = [((2,), (4,), False), ((4,), (2,), True), ((2, 2), (3,), False), ((2,), (3,), True)]
 
 
 def size(sides):
@@ -18,8 +18,9 @@ def test_fsdp2_steps_have_the_bits_of_one_process(pools, sides):
     assert not different(expected, pools(size(sides)).run(take_steps, sides, 1, 4)[0])
 
 
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-@pytest.mark.parametrize(("before", "after"), MOVES, ids=[f"{a} to {b}" for a, b in MOVES])
+@pytest.mark.parametrize(
+    ("before", "after", "flat"), MOVES, ids=[f"{a} to {b}, {'flat' if flat else 'nested'}" for a, b, flat in MOVES]
+)
 def test_a_stock_checkpoint_restores_the_bits_on_another_mesh_and_the_next_step_too(
     pools, tmp_path, before, after, flat
 ):

@@ -11,6 +11,7 @@ from tests.distributed.pool import GROUP_SECONDS, Pool, WorkerFailure
 from tests.distributed.saving import (
     DAMAGE,
     OWN,
+    converted,
     load_run,
     load_stock,
     load_trees,
@@ -55,7 +56,9 @@ TREES = [
 
 
 @pytest.mark.parametrize(("before", "after"), TREES, ids=["2 to 4, 3 and 1", "4 to 2", "1 to 2", "hsdp"])
-def test_43_45_46_every_policy_moves_between_meshes_to_the_bit(pools, tmp_path, expected_trees, before, after):
+def test_43_44_45_46_d9_d14_every_policy_moves_between_meshes_to_the_bit(
+    pools, tmp_path, expected_trees, before, after
+):
     folder = str(tmp_path / "run")
     on(pools, before[0], save_trees, before, folder)
     for where in after:
@@ -70,11 +73,12 @@ RUNS = [
     ("net", None, "net", (2,)),
     ("net", (2, 2), "net", None),
     ("tp", (2, 2), "feed", (2,)),
+    ("hybrid", (3,), "hybrid", (2,)),
 ]
 
 
 @pytest.mark.parametrize(("kind", "before", "other", "after"), RUNS, ids=[f"{r[0]} {r[1]} to {r[3]}" for r in RUNS])
-def test_q1_d26_47_a_run_goes_on_elsewhere_as_if_it_had_not_been_interrupted(
+def test_q1_d26_44_47_a_run_goes_on_elsewhere_as_if_it_had_not_been_interrupted(
     pools, tmp_path, kind, before, other, after
 ):
     folder = str(tmp_path / "run")
@@ -156,7 +160,7 @@ def test_40_a_plain_load_takes_its_own_mesh_or_whole_tensors_and_copies_no_group
         assert same_groups
 
 
-def test_d11_d18_d19_q9_q10_every_process_has_the_same_keys_and_its_own_parts_and_stock_calls_gather(pools):
+def test_d11_d18_d19_q7_q9_q10_every_process_has_the_same_keys_and_its_own_parts_and_stock_calls_gather(pools):
     answers = pools(4).run(readings, (2, 2))
     assert len({index for index, _, _ in answers}) == 1
     assert all(sized for _, sized, _ in answers)
@@ -169,3 +173,7 @@ def test_d11_d18_d19_q9_q10_every_process_has_the_same_keys_and_its_own_parts_an
 def test_d15_state_follows_parameters_that_are_sharded_after_the_optimizer_was_built(pools):
     expected = run_after(0, "feed", None, 3)
     assert not different(expected, pools(2).run(shard_later)[0])
+
+
+def test_state_of_another_optimizer_is_read_part_by_part(pools):
+    assert not different(converted(0, None), pools(3).run(converted, (3,))[0])
