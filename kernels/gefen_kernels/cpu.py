@@ -183,8 +183,8 @@ def run_step(
     code, options = tuple(codebook_table(codebook, ties)), (negate, scaled, drive == "m_hat")
 
     def work(part: Ints) -> None:
-        scratch, signs = np.empty(plan.sizes.floats, np.float32), np.empty(plan.sizes.line, np.uint8)
-        cpu_step.step(part, plan.table, numbers, code, options, tuple(plan.sizes), scratch, signs)
+        scratch = np.empty(plan.sizes.floats, np.float32)
+        cpu_step.step(part, plan.table, numbers, code, options, tuple(plan.sizes), scratch)
 
     share(work, plan.tasks, plan.weights)
     for param, p in zip(plan.params, written, strict=True):

@@ -18,8 +18,9 @@ from gefen_kernels.cpu_vectors import (
     codes_at,
     floats,
     look_up,
-    look_up_bytes,
+    pass_bounds,
     run_of_squares,
+    start_codes,
     words,
 )
 
@@ -35,6 +36,8 @@ if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # numba sets it from
     raise ImportError("NUMBA_DISABLE_JIT is set, and these loops are nothing without a compiler")
 
 compiled = numba.njit(nogil=True, error_model="numpy")
+# For what is called once a block, where a call costs as much as a short loop.
+inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
 
 
 def _may_cache() -> bool:
@@ -224,7 +227,7 @@ def close_rows(rows, count, levels, stride, out):
         levels += stride
 
 
-@compiled
+@inlined
 def largest(x, count):
     """The largest magnitude, NaN if there is one; below the smallest normal it is 0."""
     best = U32(0)
@@ -244,26 +247,30 @@ def book_at(code):
     return tables[0], tables[1], tables[2], own, limits, comparisons, U8(zeros[0]), U8(zeros[1]), U8(of_zero)
 
 
-@compiled
-def _take(table, planes, codes, count, out):
-    """`out[j] = table[codes[j]]`; `planes` are the table's planes of bytes."""
+@inlined
+def decode(book, codes, count, out):
+    """The levels of `count` codes."""
+    levels, planes = book[0], book[3]
     whole = count - count % GROUP if LOOKS_UP else 0
     look_up(planes, codes, whole // GROUP, out)
     for j in range(whole, count):
-        out[j] = table[codes[j]]
+        out[j] = levels[codes[j]]
 
 
-@compiled
-def decode(book, codes, count, out):
-    """The levels of `count` codes."""
-    _take(book[0], book[3], codes, count, out)
+@inlined
+def moment(book, codes, top, decay, rest, count, g, m):
+    """`m = decay m + rest g` of a block that is kept as codes and `top`; returns the new largest magnitude."""
+    decode(book, codes, count, m)
+    for j in range(count):
+        m[j] = m[j] * top * decay + g[j] * rest
+    return largest(m, count)
 
 
-@compiled
-def encode(x, count, top, book, codes, signs, limits, ratios):
+@inlined
+def encode(x, count, top, book, codes, ratios):
     """Codes of `x / top`: a start from the cell, then comparisons; see `gefen_kernels.cpu.Codebook`.
 
-    The look-ups have loops of their own, so that the others are vectorised; the last three arrays are scratch.
+    The look-ups have loops of their own, so that the others are vectorised; `ratios` is scratch.
     """
     _, bounds, starts, _, planes, comparisons, first, number, of_zero = book
     if not (top > F32(0) and top < INFINITE):  # then a ratio is 0 or not finite
@@ -274,16 +281,15 @@ def encode(x, count, top, book, codes, signs, limits, ratios):
         ratio = x[j] / top
         ratios[j] = ratio
         bits = _bits(ratio)
-        signs[j] = U8(bits >> U32(24))
         codes[j] = U8(I32(_as_float(((bits & U32(0x7FFFFFFF)) >> U32(1)) + U32(0x1FC00000)) * F32(CELLS - 1)))
     whole = count - count % GROUP if LOOKS_UP else 0
-    look_up_bytes(starts, codes, signs, whole // GROUP, codes)
+    start_codes(starts, codes, whole // GROUP, ratios)
     for j in range(whole, count):
-        codes[j] = starts[I64(codes[j]) + I64(signs[j] >> U8(7)) * CELLS]
+        codes[j] = starts[I64(codes[j]) + I64(_bits(ratios[j]) >> U32(31)) * CELLS]
     for _ in range(comparisons):
-        _take(bounds, planes, codes, count, limits)
-        for j in range(count):
-            codes[j] = U8(codes[j] + U8(ratios[j] > limits[j]))
+        pass_bounds(planes, codes, whole // GROUP, ratios)
+        for j in range(whole, count):
+            codes[j] = U8(codes[j] + U8(ratios[j] > bounds[codes[j]]))
     for j in range(count):
         codes[j] = U8(128) if U8(codes[j] - first) < number else codes[j]
 

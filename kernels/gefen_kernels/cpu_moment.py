@@ -9,7 +9,8 @@ from torch import Tensor
 
 from gefen_kernels import reference
 from gefen_kernels.cpu import KINDS, Ints, codebook_table, share
-from gefen_kernels.cpu_loops import F32, FP32, book_at, compiled, decode, encode, kept, largest, load
+from gefen_kernels.cpu_loops import F32, FP32, book_at, compiled, decode, encode, kept, load
+from gefen_kernels.cpu_loops import moment as moment_of_block
 from gefen_kernels.cpu_vectors import after, codes_at, floats, integers
 
 _DRIVES = {"m": 0, "m_hat": 1, "ahead": 2}
@@ -36,31 +37,29 @@ def moment(
     start: int = 1,
     ties: reference.Ties = "zero",
     drive: str = "m",
-    out: tuple[Tensor, Tensor] | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `gefen_kernels.moment.moment`; takes what `supports` says, and for `out` contiguous tensors."""
     g, codes, absmax = g.resolve_neg().contiguous(), codes.contiguous(), absmax.contiguous()
-    d, new = torch.empty_like(g, dtype=torch.float32), out or (torch.empty_like(codes), torch.empty_like(absmax))
+    new = out or (torch.empty_like(g, dtype=torch.float32), torch.empty_like(codes), torch.empty_like(absmax))
     columns = int(np.prod(g.shape[start:], dtype=np.int64))
-    addresses = np.array([x.data_ptr() for x in (g, codes, absmax, d, *new)], np.int64)
+    addresses = np.array([x.data_ptr() for x in (g, codes, absmax, *new)], np.int64)
     numbers, code = (F32(decay), F32(rest)), tuple(codebook_table(codebook, ties))
     lie = (KINDS[g.dtype], columns, min(block, max(columns, 1)), _DRIVES[drive])
 
     def work(part: Ints) -> None:
-        scratch, signs = np.empty(4 * lie[2], np.float32), np.empty(lie[2], np.uint8)
-        step(addresses, lie, numbers, code, part[0, 0], part[-1, 1], scratch, signs)
+        step(addresses, lie, numbers, code, part[0, 0], part[-1, 1], np.empty(2 * lie[2], np.float32))
 
     total = absmax.numel()
     tasks = np.array([(first, min(first + _BLOCKS, total)) for first in range(0, total, _BLOCKS)], np.int64)
     if total:
         share(work, tasks, (tasks[:, 1] - tasks[:, 0]) * lie[2])
-    return d, *new
+    return new
 
 
 @compiled
-def _block(kind, addresses, first, index, count, drive, numbers, book, room, signs):
+def _block(kind, addresses, first, index, count, drive, numbers, book, own, ratios):
     """Block number `index`, entries `first..first + count` of the leaf."""
-    own, m, limits, spare = room
     decay, rest = numbers
     if kind == FP32:
         g = floats(addresses[0] + 4 * first)
@@ -68,26 +67,19 @@ def _block(kind, addresses, first, index, count, drive, numbers, book, room, sig
         load(kind, addresses[0], first, count, own)
         g = own
     old, new = codes_at(addresses[1] + first), codes_at(addresses[4] + first)
-    top = floats(addresses[2] + 4 * index)[0]
-    d = floats(addresses[3] + 4 * first)
-    decode(book, old, count, m)
-    for j in range(count):
-        m[j] = m[j] * top * decay + g[j] * rest
-    top = largest(m, count)
+    top, d = floats(addresses[2] + 4 * index)[0], floats(addresses[3] + 4 * first)
     scale = floats(addresses[5] + 4 * index)
-    scale[0] = top
-    encode(m, count, top, book, new, signs, limits, spare)
+    scale[0] = moment_of_block(book, old, top, decay, rest, count, g, d)
+    encode(d, count, scale[0], book, new, ratios)
     if drive == 0:
-        for j in range(count):
-            d[j] = m[j]
         return
-    decode(book, new, count, m)
+    decode(book, new, count, d)
     if drive == 1:
         for j in range(count):
-            d[j] = m[j] * top
+            d[j] = d[j] * scale[0]
     else:
         for j in range(count):
-            d[j] = m[j] * top * decay + g[j] * rest
+            d[j] = d[j] * scale[0] * decay + g[j] * rest
 
 
 @kept
@@ -102,21 +94,18 @@ def step(source):
         code: the codebook, see `cpu.Codebook`.
         first: the first block.
         last: one past the last.
-        scratch: fp32 `[4 * block]`.
-        signs: uint8 `[block]`.
+        scratch: fp32 `[2 * block]`.
     """
 
-    def run(addresses, lie, numbers, code, first, last, scratch, signs):
+    def run(addresses, lie, numbers, code, first, last, scratch):
         if source < 0:  # never: it makes the checksum a constant of this function
             return
         kind, columns, block, drive = lie
-        own = floats(scratch.ctypes.data)
-        room = (own, after(own, block), after(own, 2 * block), after(own, 3 * block))
-        book, where, own_signs = book_at(code), integers(addresses.ctypes.data), codes_at(signs.ctypes.data)
+        book, where, own = book_at(code), integers(addresses.ctypes.data), floats(scratch.ctypes.data)
         blocks = -(-columns // block)
         for index in range(first, last):
             left = index % blocks * block
             begin, count = index // blocks * columns + left, min(block, columns - left)
-            _block(kind, where, begin, index, count, drive, numbers, book, room, own_signs)
+            _block(kind, where, begin, index, count, drive, numbers, book, own, after(own, block))
 
     return run

@@ -21,9 +21,10 @@ from gefen_kernels.cpu_loops import (
     encode,
     from_bf16,
     from_fp16,
+    inlined,
     kept,
-    largest,
     load,
+    moment,
     square_sum,
     store,
     to_bf16,
@@ -127,23 +128,6 @@ def _apply(leaf, scalars, first, count, d, root, p):
 
 
 @compiled
-def _moment(leaf, scalars, book, from_stored, block, first, count, g, m, limits, signs, spare):
-    """Decode, average and re-encode one block; `m` becomes the moment that drives the step."""
-    codes, scale = codes_at(leaf[MU] + first), floats(leaf[ABSMAX] + 4 * block)
-    b1, not_b1, top = scalars[B1], scalars[NOT_B1], scale[0]
-    decode(book, codes, count, m)
-    for j in range(count):
-        m[j] = m[j] * top * b1 + g[j] * not_b1
-    top = largest(m, count)
-    scale[0] = top
-    encode(m, count, top, book, codes, signs, limits, spare)
-    if from_stored:
-        decode(book, codes, count, m)
-        for j in range(count):
-            m[j] = m[j] * top
-
-
-@compiled
 def _average(nu, index, b2, not_b2, new):
     """One step of an average that is stored as one number."""
     nu[index] = nu[index] * b2 + new * not_b2
@@ -202,7 +186,7 @@ def _square_sums(leaf, scalars, options, first_row, rows, first_tile, last_tile,
 
     Leaves the sums of runs in `sums`, those of columns in the levels of the tree.
     """
-    work, levels, sums, few = room[2], room[6], room[7], room[8]
+    work, levels, sums, few = room[2], room[5], room[6], room[7]
     columns, width = leaf[COLUMNS], leaf[TILE_COLUMNS]
     start, end = first_tile * width, min(last_tile * width, columns)
     runs = (width + RUN - 1) // RUN * (last_tile - first_tile)
@@ -223,7 +207,7 @@ def _square_sums(leaf, scalars, options, first_row, rows, first_tile, last_tile,
 @compiled
 def _column_means(leaf, scalars, tile, start, stop, first_tile, last_tile, room):
     """Average the column means of one tile; `factors[start:stop]` becomes the new averages."""
-    square, factors, levels = room[1], room[5], room[6]
+    square, factors, levels = room[1], room[4], room[5]
     columns, width = leaf[COLUMNS], leaf[TILE_COLUMNS]
     group, stride = first_tile * width, 4 * (min(last_tile * width, columns) - first_tile * width)
     _, rows, batch_row, local = _row_tile(leaf, tile)
@@ -260,7 +244,7 @@ def _tile_statistics(leaf, scalars, options, tile, first_tile, last_tile, room):
 
     `tile` numbers the row tile over all batches; the factors in `room` become `sqrt(col / mean(col))`.
     """
-    square, work, factors, sums = room[1], room[2], room[5], room[7]
+    square, work, factors, sums = room[1], room[2], room[4], room[6]
     columns, width = leaf[COLUMNS], leaf[TILE_COLUMNS]
     first_row, rows, _, _ = _row_tile(leaf, tile)
     _square_sums(leaf, scalars, options, first_row, rows, first_tile, last_tile, room)
@@ -289,7 +273,7 @@ def _row_tile(leaf, tile):
     return batch_row + local * height, rows, batch_row, local
 
 
-@compiled
+@inlined
 def _factored_root(leaf, row, left, count, factors, root):
     """`sqrt(row) * sqrt(col / mean(col))` of some columns; `row` holds the row's mean in each tile."""
     width = leaf[TILE_COLUMNS]
@@ -318,7 +302,7 @@ def _update_rows(leaf, scalars, book, options, first_row, rows, start, stop, roo
     `options` is `(negate, scaled, from_stored)`, and the factors in `room` are the `sqrt(col / mean(col))` of every
     column of a factored leaf.
     """
-    spare, m, root, work, signs, factors = room[0], room[1], room[2], room[3], room[4], room[5]
+    spare, m, root, work, factors, from_stored = room[0], room[1], room[2], room[3], room[4], options[2]
     columns, block, policy = leaf[COLUMNS], leaf[BLOCK], leaf[POLICY]
     blocks, tiles = -(-columns // block), -(-columns // leaf[TILE_COLUMNS])
     for r in range(first_row, first_row + rows):
@@ -333,8 +317,16 @@ def _update_rows(leaf, scalars, book, options, first_row, rows, start, stop, roo
                 _block_root(leaf, scalars, index, count, g, root, work)
             else:
                 _factored_root(leaf, floats(leaf[NU] + 4 * r * tiles), left, count, factors, root)
-            _moment(leaf, scalars, book, options[2], index, first, count, g, m, work, signs, spare)
+            codes, scale = codes_at(leaf[MU] + first), floats(leaf[ABSMAX] + 4 * index)
+            scale[0] = moment(book, codes, scale[0], scalars[B1], scalars[NOT_B1], count, g, m)
+            if from_stored:
+                encode(m, count, scale[0], book, codes, work)
+                decode(book, codes, count, m)
+                for j in range(count):
+                    m[j] = m[j] * scale[0]
             _apply(leaf, scalars, first, count, m, root, work)
+            if not from_stored:  # last, so that nothing waits for the largest magnitude
+                encode(m, count, scale[0], book, codes, work)
 
 
 @compiled
@@ -360,10 +352,9 @@ def step(source):
         options: `(negate, scaled, from_stored)`.
         sizes: see `cpu.Sizes`.
         scratch: fp32, as many as `cpu.Sizes.floats` says.
-        signs: uint8 `[sizes.line]`.
     """
 
-    def run(tasks, table, scalars, code, options, sizes, scratch, signs):
+    def run(tasks, table, scalars, code, options, sizes, scratch):
         if source < 0:  # never: it makes the checksum a constant of this function
             return
         line, columns, levels_size, runs = sizes
@@ -372,7 +363,7 @@ def step(source):
         levels = scratch.ctypes.data + 16 * line
         factors = after(g, 4 * line + levels_size)
         sums = after(factors, columns)
-        room = (g, m, root, work, codes_at(signs.ctypes.data), factors, I64(levels), sums, after(sums, runs))
+        room = (g, m, root, work, factors, I64(levels), sums, after(sums, runs))
         book = book_at(code)
         for n in range(tasks.shape[0]):
             task = integers(tasks.ctypes.data + 40 * n)

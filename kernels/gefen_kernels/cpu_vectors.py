@@ -16,7 +16,7 @@ LOOKS_UP = ",+avx512vbmi," in cpu_target.target_context.codegen().magic_tuple()[
 """Whether numba compiles for a machine that has the permutations."""
 
 _BYTE, _WORD, _INT, _LONG, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_BYTES, _INTS = ir.VectorType(_BYTE, GROUP), ir.VectorType(_INT, GROUP // 4)
+_BYTES, _INTS, _FLOATS = ir.VectorType(_BYTE, GROUP), ir.VectorType(_INT, GROUP // 4), ir.VectorType(_FLOAT, GROUP // 4)
 
 
 def _memory(builder, address, kind):
@@ -52,8 +52,14 @@ def _taken(builder, table, index, upper):
     return builder.select(upper, halves[1], halves[0])
 
 
-def _upper(builder, index):
-    return builder.icmp_signed("<", index, ir.Constant(_BYTES, [0] * GROUP))
+def _negative(builder, x):
+    return builder.icmp_signed("<", x, ir.Constant(x.type, None))
+
+
+def _joined(builder, flags):
+    """Four vectors of 16 flags as one of 64."""
+    halves = [_shuffled(builder, *flags[n : n + 2], range(32)) for n in (0, 2)]
+    return _shuffled(builder, *halves, range(GROUP))
 
 
 def _woven(builder, a, b, kind):
@@ -68,15 +74,16 @@ def _woven(builder, a, b, kind):
 
 
 def _floats_of(builder, planes, codes):
-    """The four vectors of 16 floats, as bytes, that 64 codes stand for."""
+    """The four vectors of 16 floats that 64 codes stand for."""
     # Weaving interleaves 16 bytes of each plane; codes in this order come out in theirs.
     order = [4 * (n % 4) + n // 4 for n in range(16)]
     codes = builder.bitcast(codes, _INTS)
     codes = builder.bitcast(_shuffled(builder, codes, codes, order), _BYTES)
-    upper = _upper(builder, codes)
+    upper = _negative(builder, codes)
     planes = [_taken(builder, plane, codes, upper) for plane in planes]
     low, high = (list(_woven(builder, *planes[n : n + 2], _BYTE)) for n in (0, 2))
-    return [x for a, b in zip(low, high, strict=True) for x in _woven(builder, a, b, _WORD)]
+    woven = [x for a, b in zip(low, high, strict=True) for x in _woven(builder, a, b, _WORD)]
+    return [builder.bitcast(x, _FLOATS) for x in woven]
 
 
 def _pointers(kind):
@@ -110,6 +117,12 @@ def _address(builder, pointer):
     return builder.ptrtoint(pointer, _LONG)
 
 
+def _group_at(builder, codes, values, number):
+    """Addresses of the codes and of the floats of one group."""
+    start = builder.mul(number, _LONG(GROUP))
+    return builder.add(codes, start), builder.add(values, builder.mul(start, _LONG(4)))
+
+
 @intrinsic
 def look_up(typing_context, planes, codes, groups, out):
     """`out[j] = table[codes[j]]` for `64 * groups` codes; the table's floats lie in planes of bytes."""
@@ -118,31 +131,49 @@ def look_up(typing_context, planes, codes, groups, out):
         planes, codes, out = (_address(builder, args[n]) for n in (0, 1, 3))
         tables = [_table(builder, builder.add(planes, _LONG(256 * n))) for n in range(4)]
         with cgutils.for_range(builder, args[2]) as loop:
-            group = _read(builder, builder.add(codes, builder.mul(loop.index, _LONG(GROUP))), _BYTES)
-            where = builder.add(out, builder.mul(loop.index, _LONG(4 * GROUP)))
-            for n, found in enumerate(_floats_of(builder, tables, group)):
-                _write(builder, found, where, 64 * n)
+            where, values = _group_at(builder, codes, out, loop.index)
+            for n, found in enumerate(_floats_of(builder, tables, _read(builder, where, _BYTES))):
+                _write(builder, found, values, 64 * n)
         return context.get_dummy_value()
 
     return types.void(planes, codes, types.int64, out), build
 
 
 @intrinsic
-def look_up_bytes(typing_context, table, index, second, groups, out):
-    """`out[j] = table[second[j] >> 7, index[j]]` for `64 * groups` bytes; the table is uint8 `[2, 256]`."""
+def start_codes(typing_context, starts, codes, groups, x):
+    """`codes[j] = starts[x[j] < 0, codes[j]]` for `64 * groups` codes, where -0 is below 0; `starts` is `[2, 256]`."""
 
     def build(context, builder, signature, args):
-        table, index, second, out = (_address(builder, args[n]) for n in (0, 1, 2, 4))
-        tables = [_table(builder, builder.add(table, _LONG(256 * n))) for n in range(2)]
-        with cgutils.for_range(builder, args[3]) as loop:
-            offset = builder.mul(loop.index, _LONG(GROUP))
-            group = _read(builder, builder.add(index, offset), _BYTES)
-            chosen = _upper(builder, _read(builder, builder.add(second, offset), _BYTES))
-            found = [_taken(builder, table, group, _upper(builder, group)) for table in tables]
-            _write(builder, builder.select(chosen, found[1], found[0]), builder.add(out, offset))
+        starts, codes, x = (_address(builder, args[n]) for n in (0, 1, 3))
+        tables = [_table(builder, builder.add(starts, _LONG(256 * n))) for n in range(2)]
+        with cgutils.for_range(builder, args[2]) as loop:
+            where, value = _group_at(builder, codes, x, loop.index)
+            cell = _read(builder, where, _BYTES)
+            found = [_taken(builder, table, cell, _negative(builder, cell)) for table in tables]
+            below = _joined(builder, [_negative(builder, _read(builder, value, _INTS, 64 * n)) for n in range(4)])
+            _write(builder, builder.select(below, found[1], found[0]), where)
         return context.get_dummy_value()
 
-    return types.void(table, index, second, types.int64, out), build
+    return types.void(starts, codes, types.int64, x), build
+
+
+@intrinsic
+def pass_bounds(typing_context, planes, codes, groups, x):
+    """`codes[j] += x[j] > table[codes[j]]` for `64 * groups` codes; the table's floats lie in planes of bytes."""
+
+    def build(context, builder, signature, args):
+        planes, codes, x = (_address(builder, args[n]) for n in (0, 1, 3))
+        tables = [_table(builder, builder.add(planes, _LONG(256 * n))) for n in range(4)]
+        with cgutils.for_range(builder, args[2]) as loop:
+            where, value = _group_at(builder, codes, x, loop.index)
+            group = _read(builder, where, _BYTES)
+            bounds = _floats_of(builder, tables, group)
+            values = [_read(builder, value, _FLOATS, 64 * n) for n in range(4)]
+            above = _joined(builder, [builder.fcmp_ordered(">", *pair) for pair in zip(values, bounds, strict=True)])
+            _write(builder, builder.add(group, builder.zext(above, _BYTES)), where)
+        return context.get_dummy_value()
+
+    return types.void(planes, codes, types.int64, x), build
 
 
 @intrinsic
