@@ -33,7 +33,8 @@ class OptimizerState:
     """An optimizer's state and group values, for `dcp.save`, `dcp.async_save` and `dcp.load`.
 
     `dcp.save({"optimizer": OptimizerState(optimizer)}, checkpoint_id=path)` on one process or many; then
-    `dcp.load` of the same on any other number. A load is refused by all processes, or changes all of them at once.
+    `dcp.load` of the same on any other number. A load is refused by all processes, or changes all of them at once: DCP
+    writes into fresh tensors, and not into the state itself, as it does where it gets `optimizer.state_dict()`.
 
     Args:
         optimizer: one whose parameters have names.
@@ -65,7 +66,7 @@ class OptimizerState:
         """
         index = read_index(state_dict.get("index"))
         fits(self._optimizer, own_slots(self._optimizer), index)
-        put_back(self._optimizer, index, state_dict["state"])
+        put_back(self._optimizer, index, state_dict.get("state", {}))
 
 
 class StateTree:
@@ -100,8 +101,8 @@ class StateTree:
         saved, own = read_index(state_dict.get("index")), self._index()
         check_params(saved, own.params)
         check_leaves(saved, {key: leaf._replace(owner=None) for key, leaf in own.leaves.items()})
-        group = agree.group_of([*self._params.values()])
-        self.state = together(lambda: self._loaded(state_dict["state"]), group, "load_state_dict")
+        group = agree.group_of(list(self._params.values()))
+        self.state = together(lambda: self._loaded(state_dict.get("state", {})), group, "load_state_dict")
 
     def _index(self) -> Index:
         shapes = {name: tuple(p.shape) for name, p in self._params.items() if p is not None}
@@ -184,10 +185,10 @@ def put_back(
     named, owners = _named(optimizer), index.owners()
     holders = [name for name, p in named.items() if name in owners or (name in index.params and p.requires_grad)]
     state: dict[str, dict[str, Tensor]] = {name: {} for name in holders}
-    slots = own_slots(optimizer, owners & named.keys())
+    slots, found = own_slots(optimizer, owners & named.keys()), index.leaves.keys() & tensors.keys()
     for path, slot in slots.items():
         for name in holders if slot.owner is None else [slot.owner]:
-            if path in index.leaves:
+            if path in found:
                 state[name][slot.key] = tensors[path]
     values = [_as_torch_has_it(group, named) for group in index.groups]
     report = optimizer.load_state_dict({"state": state, "param_groups": values}, strict)

@@ -52,7 +52,8 @@ def save(path: str | Path, model: nn.Module, optimizer: TransformOptimizer, **ex
 def save_async(path: str | Path, model: nn.Module, optimizer: TransformOptimizer, **extra: Any) -> "Future[None]":
     """`save` of this moment while training goes on: everything is copied to the host first, and written by a thread.
 
-    Saves are written one after the other; the process waits for them before it ends.
+    Saves are written one after the other; the process waits for them before it ends. Wait for the last one before the
+    process group is destroyed.
 
     Returns:
         A future, whose `result()` waits until the checkpoint stands at `path`, and raises what `save` would.
@@ -82,9 +83,7 @@ def load(path: str | Path, model: nn.Module, optimizer: TransformOptimizer, stri
     world = _world()
     _written()
     folder = together(lambda: _checked(Path(path), world), world, "load")
-    index = together(
-        lambda: read_index(_read({"optimizer": {"index": ""}}, folder)["optimizer"]["index"]), world, "load"
-    )
+    index = read_index(_read({"optimizer": {"index": ""}}, folder)["optimizer"]["index"])
     wanted = together(lambda: _wanted(folder, index, model, optimizer, strict), world, "load")
     held = _read({"model": wanted.model, "optimizer": {"state": wanted.state}}, folder)
     report = put_back(optimizer, index, held["optimizer"]["state"], strict)
