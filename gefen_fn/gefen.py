@@ -36,6 +36,7 @@ from gefen_fn.scalar import (
     new_count,
     root_correction,
     rounded,
+    smaller,
 )
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT, SecondMoment, check_policy, policy_for
 from gefen_fn.shards import local
@@ -252,11 +253,9 @@ def _moment(
     return (m if rule.drive == "m" else reference.decode(*stored, book, **lie)), stored
 
 
-def warm_decay(b2: Scalar, t: Tensor, warmup: Scalar) -> Tensor:
+def warm_decay(b2: Scalar, t: Scalar, warmup: Scalar) -> Scalar:
     """`min(b2, 1 - t^-q)` in float64: 0 at t = 1, so the weights of the average sum to one at every t."""
-    rising = 1.0 - t.to(torch.float64) ** -exact(warmup)
-    limit = exact(b2)
-    return torch.minimum(rising, limit) if isinstance(limit, Tensor) else rising.clamp(max=limit)
+    return smaller(1.0 - exact(t) ** -exact(warmup), exact(b2))
 
 
 def _check_arguments(b1: Any, b2: Any, eps: Any, b2_warmup: Any, block: Blocks) -> None:

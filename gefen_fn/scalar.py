@@ -62,16 +62,22 @@ def moving_average(decay: Scalar, old: Tensor, new: Tensor) -> Tensor:
     return old.float() * rounded(decay) + new.float() * rounded(1.0 - exact(decay))
 
 
-def bias_correction(decay: Scalar, count: Tensor) -> Tensor:
-    """`1 - decay**count` as a 0-dim fp32 tensor, computed in float64 (arXiv 1412.6980, section 3)."""
-    power: Tensor = exact(decay) ** count.to(torch.float64)
-    return (1.0 - power).to(torch.float32)
+def bias_correction(decay: Scalar, count: Scalar) -> Scalar:
+    """`1 - decay**count` from float64 to fp32, a tensor if one of them is (arXiv 1412.6980, section 3)."""
+    return rounded(1.0 - exact(decay) ** exact(count))
 
 
-def root_correction(decay: Scalar, count: Tensor) -> Tensor:
-    """`sqrt(1 - decay**count)` as a 0-dim fp32 tensor, computed in float64."""
-    power: Tensor = exact(decay) ** count.to(torch.float64)
-    return (1.0 - power).sqrt().to(torch.float32)
+def root_correction(decay: Scalar, count: Scalar) -> Scalar:
+    """`sqrt(1 - decay**count)` from float64 to fp32, a tensor if one of them is."""
+    square = 1.0 - exact(decay) ** exact(count)
+    return rounded(square.sqrt() if isinstance(square, Tensor) else math.sqrt(square))
+
+
+def smaller(a: Scalar, b: Scalar) -> Scalar:
+    """The smaller one."""
+    if isinstance(a, Tensor):
+        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
+    return b.clamp(max=a) if isinstance(b, Tensor) else min(a, b)
 
 
 def per_leaf(value: Any, tree: Tree) -> Tree:

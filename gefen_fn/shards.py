@@ -66,13 +66,19 @@ class Piece:
         return _peers(self.whole, self.mesh, self.placements, axes & self.axes)
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+"""What most leaves are; asked first, as it is asked of every leaf at every step."""
+
+
 def is_sharded(x: Any) -> bool:
     """Whether `x` is a DTensor; asked without importing them."""
-    return isinstance(x, Tensor) and hasattr(x, "device_mesh")
+    return type(x) not in PLAIN and isinstance(x, Tensor) and hasattr(x, "device_mesh")
 
 
 def local(x: Any) -> Any:
     """The plain tensor of this member's part, also inside a NamedTuple; anything but a DTensor as it is."""
+    if type(x) in PLAIN:
+        return x
     if _is_record(x):
         return type(x)(*map(local, x))
     return x.to_local() if is_sharded(x) else x

@@ -1,6 +1,6 @@
 """The numbers of a fused step: hyperparameters, schedules and corrections, as the pure path would take them.
 
-Everything is computed where the counts are and nothing is read, so that a captured step has live values.
+Everything is computed where the counts are, and nothing is read on a GPU, so that a captured step has live values.
 """
 
 from typing import Any
@@ -13,7 +13,15 @@ from gefen_fn.gefen import warm_decay
 from gefen_fn.inject import InjectHyperparamsState
 from gefen_fn.plan import Launch
 from gefen_fn.program import Path, Program, Stage, at
-from gefen_fn.scalar import Hyperparameter, Scalar, bias_correction, is_schedule, root_correction, scalar_on
+from gefen_fn.scalar import (
+    Hyperparameter,
+    Scalar,
+    bias_correction,
+    capturing,
+    is_schedule,
+    root_correction,
+    scalar_on,
+)
 from gefen_fn.tree import tree_parts
 
 
@@ -66,23 +74,28 @@ def scalars_of(launch: Launch, grads: Updates, state: OptState, factor: Tensor |
     """
     works, part = launch.works, launch.works[0].part
     given, counts = part.core.recipe.kwargs, torch.stack([work.count for work in works])
+    device = counts.device
+    reads = device.type == "cpu" and not capturing()  # Python computes with a few numbers sooner than torch does
 
     def number(stage: Stage | None, value: Any) -> Any:
         value = value if stage is None else value_of(stage, value, state)
         if value is None or isinstance(value, (int, float)):
             return value
         if isinstance(value, Tensor):
-            return scalar_on(value, counts.device)
+            return float(value) if reads else scalar_on(value, device)
         parts = tree_parts(grads, value)
-        return torch.stack([scalar_on(parts[work.index], counts.device) for work in works])
+        return torch.stack([scalar_on(parts[work.index], device) for work in works])
 
+    t = _common(counts + 1) if reads else (counts + 1).to(torch.float64)
     b1, b2, warmup, eps = (number(part.core, given[name]) for name in ("b1", "b2", "b2_warmup", "eps"))
     rate, decay = (number(stage, 1.0 if stage is None else stage.recipe.args[0]) for stage in (part.rate, part.decay))
-    t = (counts + 1).to(torch.float64)
-    warm: Scalar = b2 if warmup is None else torch.where(launch.warms, warm_decay(b2, t, warmup), b2)
+    warm = b2
+    if warmup is not None:
+        rising = warm_decay(b2, t, warmup)
+        warm = torch.where(launch.warms, rising if isinstance(rising, Tensor) else scalar_on(rising, device), b2)
     corrections = bias_correction(b1, t), root_correction(b2, t)
     scale = 1.0 if factor is None else factor
-    table = torch.empty(len(works), 10, dtype=torch.float32, device=counts.device)
+    table = torch.empty(len(works), 10, dtype=torch.float32, device=device)
     numbers = (b1, 1.0 - b1, warm, 1.0 - warm, *corrections, eps, part.sign * rate, decay, scale)
     for column, x in zip(table.unbind(1), numbers, strict=True):
         if isinstance(x, Tensor):
@@ -90,6 +103,12 @@ def scalars_of(launch: Launch, grads: Updates, state: OptState, factor: Tensor |
         else:
             column.fill_(x)
     return table
+
+
+def _common(counts: Tensor) -> Scalar:
+    """One number if it is the same for all; else float64 `[leaves]`."""
+    read = counts.tolist()
+    return float(read[0]) if len(set(read)) == 1 else counts.to(torch.float64)
 
 
 def draws_of(launch: Launch) -> Tensor:

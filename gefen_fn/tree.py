@@ -12,10 +12,9 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from gefen_fn.shards import on_pieces, placements_of
+from gefen_fn.shards import PLAIN, on_pieces, placements_of
 
 Tree = Any
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class StructureError(ValueError):
@@ -269,8 +268,8 @@ def check_floating(x: Any, like: Any = None) -> None:
     Raises:
         StructureError: if `x` is not a dense real floating-point tensor, or not of the shape of the tensor `like`.
     """
-    plain = type(x) in _PLAIN and x.layout == torch.strided and x.is_floating_point()
-    if plain and (like is None or (type(like) in _PLAIN and x.shape == like.shape)):
+    plain = type(x) in PLAIN and x.layout == torch.strided and x.is_floating_point()
+    if plain and (like is None or (type(like) in PLAIN and x.shape == like.shape)):
         return
     for leaf in (x,) if like is None else (x, like):
         if not isinstance(leaf, Tensor):

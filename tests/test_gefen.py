@@ -159,7 +159,7 @@ def test_trap_compiled_equals_eager_on_ragged_rows():
 def test_a_compiled_step_takes_a_calibrated_state_and_refuses_an_unlearned_one():
     tx, fast = compiled()
     g = noise(64, 64)
-    with pytest.raises(RuntimeError, match=r"codebook='fixed'.*calibrate.*one step without torch.compile"):
+    with pytest.raises(RuntimeError, match=r"codebook='fixed'.*calibrate.*one step first that is neither compiled"):
         fast(g, tx.init(g))
     state = calibrate(tx, g, tx.init(g))
     torch.testing.assert_close(fast(g, state)[0], tx.update(g, state)[0])
