@@ -1,5 +1,6 @@
-"""Muon's step in place: momentum, matrices made orthogonal, parameters; shape by shape, so that little is held."""
+"""Muon's step in place: momentum, orthogonal matrices, parameters; a few leaves at a time, so that little is held."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,11 +13,13 @@ from gefen_fn.muon_plan import MuonLaunch, MuonWork
 from gefen_fn.program import Program, Stage, at
 from gefen_fn.quantize import Quantized
 from gefen_fn.scalar import multiply
-from gefen_fn.spec import scale_of
+from gefen_fn.spec import Matrices, scale_of
 from gefen_fn.step_values import value_of
 from gefen_fn.tree import tree_parts
 from gefen_kernels import ops
 from gefen_kernels.newton_schulz import orthogonalize_many
+
+_STACK = 1 << 22  # entries of the leaves that are made orthogonal together
 
 
 def prepared_muon(
@@ -48,29 +51,28 @@ def prepared_muon(
     form = {"coeffs": given["coeffs"], "eps": numbers(part.core, given["eps"])[0]}
     book = at(state, part.core.path).codebook
 
-    def step(n: int, matrices: Iterator[Tensor]) -> None:
-        work = works[n]
-        direction, scale = _direction(work, [next(matrices) for _ in work.seen.split])
-        ops.descend(work.param.detach(), direction, scale, steps[n], decays[n] if launch.decays[n] else None)
-
     def run() -> None:
-        for group in _by_shape(works):
-            own = [_gradient(program, leaves[works[n].index], factor) for n in group]
-            moved = [_moved(works[n], g, book, momenta[n]) for n, g in zip(group, own, strict=True)]
-            parts = [x for n, d in zip(group, moved, strict=True) for x in works[n].seen.parts(d)]
-            matrices = iter(orthogonalize_many(parts, **form))
-            for n in group:
-                step(n, matrices)
+        for group in _alike(works):
+            first = works[group[0]]
+            stack = torch.empty(len(group), *first.seen.shape, dtype=torch.float32, device="cpu")
+            for n, d in zip(group, stack, strict=True):
+                _average(works[n], _gradient(program, leaves[works[n].index], factor), book, momenta[n], d)
+            directions, scale = _directions(first, stack, form)
+            for n, direction in zip(group, directions, strict=True):
+                own = decays[n] if launch.decays[n] else None
+                ops.descend(works[n].param.detach(), direction, scale, steps[n], own)
 
     return run
 
 
-def _by_shape(works: Sequence[MuonWork]) -> list[list[int]]:
-    """Numbers of the works whose matrices have the same sides, in one orientation or the other."""
-    groups: dict[Any, list[int]] = {}
+def _alike(works: Sequence[MuonWork]) -> Iterator[list[int]]:
+    """Numbers of works with the same matrices, in groups of at most `_STACK` entries or one leaf."""
+    groups: dict[Matrices, list[int]] = {}
     for n, work in enumerate(works):
-        groups.setdefault(tuple(sorted(map(tuple, map(sorted, work.seen.sizes)))), []).append(n)
-    return list(groups.values())
+        groups.setdefault(work.seen, []).append(n)
+    for seen, group in groups.items():
+        most = max(1, _STACK // max(1, math.prod(seen.shape)))
+        yield from (group[k : k + most] for k in range(0, len(group), most))
 
 
 def _gradient(program: Program, g: Tensor, factor: Tensor | None) -> Tensor:
@@ -78,27 +80,28 @@ def _gradient(program: Program, g: Tensor, factor: Tensor | None) -> Tensor:
     return g if factor is None else multiply(factor, g)
 
 
-def _moved(work: MuonWork, g: Tensor, book: Tensor, momentum: float) -> Tensor:
-    """Average the momentum in place; what is made orthogonal."""
+def _average(work: MuonWork, g: Tensor, book: Tensor, momentum: float, d: Tensor) -> None:
+    """Average the momentum in place, and write what is made orthogonal to `d`."""
     given = work.part.core.recipe.kwargs
     rest = 1.0 if given["convention"] == "sum" else 1.0 - momentum
     if isinstance(work.mu, Quantized):
         lie: dict[str, Any] = {"block": work.layout.block, "start": work.layout.start}
         lie |= {"ties": check_codebook(given["codebook"]), "drive": "ahead" if given["nesterov"] else "m_hat"}
-        return ops.moment(g, *work.mu, book, momentum, rest, out=(work.mu.codes, work.mu.absmax), **lie)[0]
+        ops.moment(g, *work.mu, book, momentum, rest, out=(d, *work.mu), **lie)
+        return
     g = g.float()
     work.mu.mul_(momentum).add_(g * rest)
-    ahead: Tensor = work.mu * momentum + g * rest if given["nesterov"] else work.mu
-    return ahead
+    if given["nesterov"]:
+        torch.mul(work.mu, momentum, out=d).add_(g * rest)
+    else:
+        d.copy_(work.mu)
 
 
-def _direction(work: MuonWork, matrices: Sequence[Tensor]) -> tuple[Tensor, float]:
-    """The leaf's orthogonal matrices, and their common scale of the learning rate."""
-    shape = work.part.shape
-    if shape is None:
-        return work.seen.join(matrices), 1.0
-    scales = [scale_of(shape.recipe.args[0], *size) for size in work.seen.sizes]
+def _directions(work: MuonWork, stack: Tensor, form: dict[str, Any]) -> tuple[Tensor, float]:
+    """Orthogonal matrices of leaves like this one, and their common scale of the learning rate."""
+    seen, shape = work.seen.many(len(stack)), work.part.shape
+    matrices = orthogonalize_many(seen.parts(stack), **form)
+    scales = [1.0 if shape is None else scale_of(shape.recipe.args[0], *size) for size in seen.sizes]
     if len(set(scales)) == 1:
-        return work.seen.join(matrices), scales[0]
-    scaled = [multiply(s, x.to(torch.float32)) for s, x in zip(scales, matrices, strict=True)]
-    return work.seen.join(scaled), 1.0
+        return seen.join(matrices), scales[0]
+    return seen.join([multiply(s, x.to(torch.float32)) for s, x in zip(scales, matrices, strict=True)]), 1.0

@@ -96,6 +96,11 @@ class Matrices:
         """The same leaf with one entry per row, its column axes of length 1."""
         return replace(self, shape=tuple(1 if n in self.cols else length for n, length in enumerate(self.shape)))
 
+    def many(self, count: int) -> Matrices:
+        """The matrices of `count` such leaves, stacked along a first axis."""
+        batch, rows, cols = (tuple(n + 1 for n in axes) for axes in (self.batch, self.rows, self.cols))
+        return Matrices((count, *self.shape), (0, *batch), rows, cols, self.split)
+
     def parts(self, x: Tensor) -> list[Tensor]:
         """The leaf's matrices `[.., R, C]`, part by part."""
         lead = [self.shape[n] for n in self.batch]

@@ -22,7 +22,7 @@ def moment(
     start: int = 1,
     ties: reference.Ties = "zero",
     drive: Drive = "m",
-    out: tuple[Tensor, Tensor] | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The moment `m = decay m + rest g` of a leaf whose moment is kept as codes.
 
@@ -37,20 +37,20 @@ def moment(
         start: first of the axes that are merged into columns.
         ties: as in `reference.nearest`.
         drive: what is returned: "m" before it is stored, "m_hat" as it is stored, or "ahead", `decay m_hat + rest g`.
-        out: where the new codes and scales are written, `(codes, absmax)` themselves or others; None for new tensors.
+        out: where `(d, codes, absmax)` are written, contiguous; codes and scales may be those given. None: new tensors.
 
     Returns:
         `(d, codes, absmax)`: fp32 of the leaf's shape, and the new moment.
     """
     g = g.to(torch.float32)
     m = reference.decode(codes, absmax, codebook, block=block, start=start) * decay + g * rest
-    codes, absmax = reference.encode(m, codebook, block=block, start=start, ties=ties)
-    if out is not None:
-        codes, absmax = out[0].copy_(codes), out[1].copy_(absmax)
-    if drive == "m":
-        return m, codes, absmax
-    stored = reference.decode(codes, absmax, codebook, block=block, start=start)
-    return (stored if drive == "m_hat" else stored * decay + g * rest), codes, absmax
+    new, scales = reference.encode(m, codebook, block=block, start=start, ties=ties)
+    if drive != "m":
+        stored = reference.decode(new, scales, codebook, block=block, start=start)
+        m = stored if drive == "m_hat" else stored * decay + g * rest
+    if out is None:
+        return m, new, scales
+    return out[0].copy_(m), out[1].copy_(new), out[2].copy_(scales)
 
 
 def descend(param: Tensor, direction: Tensor, scale: float, step: float, decay: float | None) -> None:

@@ -62,7 +62,7 @@ def moment(
     start: int = 1,
     ties: reference.Ties = "zero",
     drive: plain.Drive = "m",
-    out: tuple[Tensor, Tensor] | None = None,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`gefen_kernels.moment.moment`, by a back end where there is one that takes these tensors."""
     given = (g, codes, absmax, codebook, decay, rest)
