@@ -43,6 +43,9 @@ class SecondMoment(Protocol):
     def init(self, leaf: Tensor, layout: LeafLayout) -> Any:
         """Return the zero state of a leaf; every shape in it is final."""
 
+    def shapes(self, layout: LeafLayout) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the state's tensors, as far as they are held here."""
+
     def check(self, nu: Any, layout: LeafLayout) -> None:
         """Raise `StructureError` unless `nu` is a state of this policy for a leaf of this layout."""
 
@@ -61,11 +64,15 @@ class Dense:
 
     def init(self, leaf: Tensor, layout: LeafLayout) -> Tensor:
         """Zeros like the leaf."""
-        return zeros_placed(leaf, layout.piece.whole)
+        return zeros_placed(leaf, self.shapes(layout.entire)[0])
+
+    def shapes(self, layout: LeafLayout) -> tuple[tuple[int, ...], ...]:
+        """One entry per entry of the leaf."""
+        return (layout.shape,)
 
     def check(self, nu: Any, layout: LeafLayout) -> None:
         """One entry per entry of the leaf."""
-        _check_shapes(nu, layout.shape)
+        _check_shapes(nu, *self.shapes(layout))
 
     def share(self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout) -> None:
         """Nothing: every entry is here."""
@@ -87,11 +94,15 @@ class Block:
 
     def init(self, leaf: Tensor, layout: LeafLayout) -> Tensor:
         """Zeros, one per block."""
-        return zeros_placed(leaf, reference.scale_shape(layout.piece.whole, layout.block, layout.start))
+        return zeros_placed(leaf, self.shapes(layout.entire)[0])
+
+    def shapes(self, layout: LeafLayout) -> tuple[tuple[int, ...], ...]:
+        """One entry per block."""
+        return (reference.scale_shape(layout.shape, layout.block, layout.start),)
 
     def check(self, nu: Any, layout: LeafLayout) -> None:
         """One entry per block."""
-        _check_shapes(nu, reference.scale_shape(layout.shape, layout.block, layout.start))
+        _check_shapes(nu, *self.shapes(layout))
 
     def share(self, g: Tensor, nu: Tensor, b2: Scalar, layout: LeafLayout) -> None:
         """Nothing: every block is whole."""
@@ -164,17 +175,18 @@ class Factored:
         """
         return Tiles.of(self.sides, layout.unflattened)
 
-    def _shapes(self, layout: LeafLayout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def shapes(self, layout: LeafLayout) -> tuple[tuple[int, ...], ...]:
+        """Of `row` and `col`."""
         return self.tiles(layout).shapes(layout.unflattened.matrix[:-1])
 
     def init(self, leaf: Tensor, layout: LeafLayout) -> FactoredState:
         """Zeros in the shapes of `FactoredState`."""
         self.tiles(layout)  # refuses what cannot be cut
-        return FactoredState(*(zeros_placed(leaf, shape) for shape in self._shapes(layout.entire)))
+        return FactoredState(*(zeros_placed(leaf, shape) for shape in self.shapes(layout.entire)))
 
     def check(self, nu: Any, layout: LeafLayout) -> None:
         """Row and column means in the shapes of `FactoredState`."""
-        _check_shapes(nu, *self._shapes(layout))
+        _check_shapes(nu, *self.shapes(layout))
 
     def share(self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout) -> Program[Edges] | None:
         """The new column means of cut tiles, for a leaf that has such anywhere; None for any other."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import gefen_fn
+from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
+from gefen_nn.model_shapes import MODELS
+from gefen_nn.scale_model import simulate
 
 _CHOICES = ("adamw", "gefen", "gefen_muon")
 
@@ -27,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     try:
         return int(arguments.call(arguments))
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         print(f"gefen {arguments.command}: {error}", file=sys.stderr)
         return 1
 
@@ -38,7 +42,25 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands.add_parser("demo", help="train a small decoder, stop, resume, plot"))
     _add_resume(commands.add_parser("demo-resume"))  # without help it stays out of the listing: `demo` calls it
+    _add_memory(commands.add_parser("memory", help="bytes of state and traffic of a large model on many processes"))
     return parser
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3-70b", help="(default: %(default)s)")
+    parser.add_argument("--world", type=_Within(1, 65_536), default=64, help="processes (default: %(default)s)")
+    parser.add_argument("--experts-over", type=_Within(1, 65_536), default=1, help="processes that share out experts")
+    parser.add_argument("--optimizer", choices=("gefen", "gefen_muon"), default="gefen", help="(default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.set_defaults(call=_memory)
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    model, muon = MODELS[arguments.model](), arguments.optimizer == "gefen_muon"
+    options = {"muon": muon, "expert_parallel": arguments.experts_over, "policy": DEFAULT_SECOND_MOMENT}
+    report = simulate(model, arguments.world, **options)
+    print(json.dumps(report._asdict()) if arguments.json else report)
+    return 0
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

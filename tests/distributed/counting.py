@@ -58,3 +58,21 @@ def collectives(rank: int, tx: str, shapes: dict[str, tuple[int, int]], sides: t
     with counted() as seen:
         optimizer.step()
     return dict(seen)
+
+
+def bytes_sent(rank: int, tx: str, shapes: dict[str, tuple[int, int]], sides: tuple[int, ...]) -> int:
+    """What this member sends in the exchanges of a step."""
+    params = {k: spread(torch.randn(shape), sides, "rows") for k, shape in shapes.items()}
+    state = TRANSFORMS[tx].init(params)
+    sent, kept = [], dist.all_to_all_single
+
+    def counting(came: Any, out: Any, *args: Any, **kwargs: Any) -> Any:
+        sent.append(out.numel() * out.itemsize)
+        return kept(came, out, *args, **kwargs)
+
+    dist.all_to_all_single = counting
+    try:
+        TRANSFORMS[tx].update(params, state, params)
+    finally:
+        dist.all_to_all_single = kept
+    return sum(sent)
