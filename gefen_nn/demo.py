@@ -20,6 +20,7 @@ from gefen_nn.demo_picture import draw
 from gefen_nn.demo_report import announce, progress_bars, show
 from gefen_nn.demo_train import (
     LABELS,
+    RATES,
     Run,
     Settings,
     load_run,
@@ -114,6 +115,7 @@ def _report(runs: dict[str, Run], text: Text) -> dict[str, Any]:
 def _row(run: Run) -> dict[str, Any]:
     return {
         "label": LABELS[run.name],
+        "lr": RATES[run.name],
         "validation_loss": run.validation[-1][1],
         "state_bytes_per_param": run.state_bytes() / run.parameter_count(),
         "step_ms": 1e3 * median(run.step_seconds),

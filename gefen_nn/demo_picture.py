@@ -96,7 +96,8 @@ def _draw_losses(axes: Axes, report: dict[str, Any]) -> None:
         axes.plot(smoothed(row["losses"], half), color=color, linewidth=_WIDTHS[name], solid_capstyle="round")
         at, losses = zip(*row["validation"], strict=True)
         axes.plot(at, losses, linewidth=0, color=color, clip_on=False, zorder=3, **_POINTS[name])
-    axes.set_title("Loss, nats per byte", loc="left", pad=25)  # the legend stands between it and the frame
+    title = "Loss, nats per byte, each at a learning rate near its best"
+    axes.set_title(title, loc="left", pad=25)  # the legend stands between it and the frame
     axes.set_xlabel("steps taken")
     axes.set_xlim(0, steps)
     axes.set_ylim(_loss_range([row["losses"][steps // 20 :] for row in report["optimizers"].values()]))

@@ -64,10 +64,17 @@ def _table(report: dict[str, Any]) -> Table:
     notes = [_NOTES[name] for name in report["optimizers"] if name in _NOTES]
     table = Table(title=title, caption="\n".join([text, *notes]), caption_justify="left")
     table.add_column("optimizer")
-    for heading in ("validation loss", "state bytes/param", "step ms", "optimizer ms", "first step ms"):
+    for heading in (
+        "learning rate",
+        "validation loss",
+        "state bytes/param",
+        "step ms",
+        "optimizer ms",
+        "first step ms",
+    ):
         table.add_column(heading, justify="right")
     for row in report["optimizers"].values():
         loss, memory = f"{row['validation_loss']:.4f}", f"{row['state_bytes_per_param']:.3f}"
         times = (f"{row[key]:.0f}" for key in ("step_ms", "optimizer_ms", "first_step_ms"))
-        table.add_row(row["label"], loss, memory, *times)
+        table.add_row(row["label"], f"{row['lr']:g}", loss, memory, *times)
     return table

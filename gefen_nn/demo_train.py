@@ -27,6 +27,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "gefen_muon": GefenMuon,
 }
 LABELS = {"adamw": "AdamW", "gefen": "Gefen", "gefen_muon": "GefenMuon"}
+# Near the best of a grid for each, see tests/benchmarks/quality.py.
+RATES = {"adamw": 2e-3, "gefen": 2e-3, "gefen_muon": 8e-3}
 _VALIDATION_BATCHES = 16
 
 
@@ -39,7 +41,6 @@ class Settings(NamedTuple):
     context: int = 128
     # One thread: two gain a model this small little, and wait long for each other on a busy machine.
     threads: int = 1
-    lr: float = 3e-3
     weight_decay: float = 0.1
 
 
@@ -48,7 +49,7 @@ class Run:
 
     Args:
         name: A key of `OPTIMIZERS`.
-        settings: Seed, sizes and learning rate; runs with equal settings start from equal parameters.
+        settings: Seed and sizes; runs with equal settings start from equal parameters.
     """
 
     def __init__(self, name: str, settings: Settings) -> None:
@@ -60,7 +61,7 @@ class Run:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             self.model = Decoder(context=settings.context)
-        options = {"lr": settings.lr, "betas": (0.9, 0.99), "weight_decay": settings.weight_decay}
+        options = {"lr": RATES[name], "betas": (0.9, 0.99), "weight_decay": settings.weight_decay}
         self.optimizer = OPTIMIZERS[name](self.model, **options)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda at: lr_factor(at, settings.steps))
 

@@ -19,6 +19,7 @@ from gefen_nn.demo_report import show
 from gefen_nn.demo_train import (
     LABELS,
     OPTIMIZERS,
+    RATES,
     Run,
     Settings,
     load_run,
@@ -73,6 +74,7 @@ def made_up(steps=300, names=tuple(LABELS), final=(2.5275, 2.5151, 2.2087), equa
         times = {"step_ms": 134.6, "optimizer_ms": 4.5, "first_step_ms": 204.0, "state_bytes_per_param": 8.0}
         rows[name] = {
             "label": LABELS[name],
+            "lr": RATES[name],
             "validation_loss": loss,
             "losses": losses,
             "validation": validation,
@@ -131,6 +133,7 @@ def test_the_table_names_its_text_and_explains_the_state(capsys):
     printed = capsys.readouterr().out
     assert "Text: Python's standard library, 4.3 MB to train on, 0.4 MB held out." in printed
     assert "vectors and small leaves stay fp32" in printed and "GefenMuon: Muon with such codes" in printed
+    assert "0.002" in printed and "0.008" in printed
 
 
 def test_smoothing_keeps_a_straight_line_at_its_start_and_averages_the_rest():
