@@ -136,16 +136,17 @@ def _without_columns(recipe: Recipe) -> Capabilities:
     return Capabilities(recipe.name, layouts, True, True)
 
 
-def _gefen(recipe: Recipe) -> Capabilities:
+def _quantized(recipe: Recipe) -> Capabilities:
     if isinstance(recipe.kwargs["block"], FlatBlocks):
         return Capabilities(recipe.name, ("replicated",), True, False, ("blocks over flattened leaves do not shard",))
-    policy = recipe.kwargs["second_moment"]
+    policy = recipe.kwargs.get("second_moment")
     crosses = isinstance(policy, Factored) and policy.sides[1] is None
     return (_without_columns if crosses else _anywhere)(recipe)
 
 
 _CLAIMS: dict[str, Callable[[Recipe], Capabilities]] = {
-    "scale_by_gefen": _gefen,
+    "scale_by_gefen": _quantized,
+    "scale_by_muon": _quantized,
     "adaptive_grad_clip": _without_columns,
     "stateless": lambda recipe: unpublished("a function of one's own"),
 }
