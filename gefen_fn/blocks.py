@@ -12,6 +12,7 @@ from gefen_fn.tree import (
     StructureError,
     Tree,
     check_floating,
+    check_leaves,
     tree_leaves,
     tree_map,
     tree_parts,
@@ -164,6 +165,7 @@ def layouts(block: Blocks, tree: Tree) -> Tree:
 
 def layout_list(block: Blocks, tree: Tree) -> list[LeafLayout | None]:
     """`layouts` as a list over the leaves, which a compiled graph can build."""
+    check_leaves(tree)
     flat, leaves = isinstance(block, FlatBlocks), tree_leaves(tree)
     given = block.tree if isinstance(block, FlatBlocks) else block
     lengths = [given] * len(leaves) if isinstance(given, (int, float)) else tree_parts(tree, given)
