@@ -18,6 +18,8 @@ from gefen_kernels import reference
 
 Result = TypeVar("Result")
 
+_COUNTED: dict[Any, bool] = {}  # what `counted` was answered: an eviction on one member alone would ask alone
+
 
 class GroupFailure(RuntimeError):
     """Another member of the process group failed, so that this one stopped before it changed anything."""
@@ -51,25 +53,30 @@ def _group_of(meshes: tuple[Any, ...]) -> Any:
 def counted(leaves: Sequence[Tensor | None], group: Any) -> list[bool]:
     """Whether this member's part of each leaf is its to count: of equal parts the first member's is.
 
-    Asks the other members once for each way in which leaves are cut.
+    Asks the other members once for each way in which a leaf lies, all together; the question depends on what all
+    members have in common, so that all ask it or none.
     """
-    return [True] * len(leaves) if group is None else list(_counted(tuple(map(_mark, leaves)), group))
+    if group is None:
+        return [True] * len(leaves)
+    ways = [None if x is None else (group, *_way(x)) for x in leaves]
+    new = {way: _mark(x) for way, x in zip(ways, leaves, strict=True) if x is not None and way not in _COUNTED}
+    if new:
+        own = torch.tensor(list(new.values()), dtype=torch.int64, device=control_device(group))
+        seen = (gathered(own, group)[: dist.get_rank(group)] == own).any(0)
+        _COUNTED.update(zip(new, (~seen & (own != 0)).tolist(), strict=True))
+    return [way is not None and _COUNTED[way] for way in ways]
 
 
-def _mark(x: Tensor | None) -> int:
+def _way(x: Tensor) -> tuple[Any, ...]:
+    """How a leaf lies, in words that are the same for all members."""
+    piece = piece_of(x)
+    return piece.whole, piece.mesh, piece.placements
+
+
+def _mark(x: Tensor) -> int:
     """A number that equal parts have in common; 0 for an empty one."""
-    if x is None:
-        return 0
     piece = piece_of(x)
     return zlib.crc32(repr((piece.offset, piece.shape)).encode()) if min(piece.shape, default=1) else 0
-
-
-@functools.lru_cache(maxsize=64)
-def _counted(parts: tuple[int, ...], group: Any) -> tuple[bool, ...]:
-    own = torch.tensor(parts, dtype=torch.int64, device=control_device(group))
-    before = gathered(own, group)[: dist.get_rank(group)]
-    seen = (before == own).any(0)
-    return tuple((~seen & (own != 0)).tolist())
 
 
 def control_device(group: Any) -> torch.device:

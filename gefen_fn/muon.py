@@ -22,7 +22,7 @@ from gefen_fn.first_moment import (
     zero_moment,
 )
 from gefen_fn.inject import takes_schedules
-from gefen_fn.muon_shards import Done, Job, programs
+from gefen_fn.muon_shards import Done, Job, is_cut, programs
 from gefen_fn.quantize import Quantized
 from gefen_fn.scalar import (
     Scalar,
@@ -39,6 +39,7 @@ from gefen_fn.scale import counts
 from gefen_fn.shards import Piece, like_piece, local, piece_of, placed, zeros_placed
 from gefen_fn.spec import Matrices, Spec, matrices
 from gefen_fn.tree import (
+    StructureError,
     Tree,
     check_leaves,
     leaf_choices,
@@ -149,6 +150,8 @@ def scale_by_muon(
     """
     check_decay("momentum", momentum)
     check_nonnegative("eps", eps)
+    if isinstance(eps, (dict, list, tuple)):
+        raise ValueError(f"`eps` is one for all matrices: got a {type(eps).__name__}. Give a number.")
     check_blocks(block)
     check_choice("normuon", normuon, (False, "norm_kept", "paper"))
     check_choice("convention", convention, ("ema", "sum", "nadam"))
@@ -219,7 +222,13 @@ def _per_leaf(value: Any, tree: Tree) -> list[Any]:
 
 
 def _layout(rule: _Rule, x: Tensor, seen: Matrices, length: int) -> LeafLayout:
-    layout = seen.layout(length, piece_of(x), flat=isinstance(rule.block, FlatBlocks))
+    piece = piece_of(x)
+    if rule.sharded == "blockwise" and len(seen.split) > 1 and is_cut(seen, piece):
+        raise StructureError(
+            f"Parts of a split must be whole where matrices are made orthogonal by shards: got split={seen.split} for "
+            f'shape {piece.whole} cut along axes {sorted(piece.axes)}. Use sharded="distributed".'
+        )
+    layout = seen.layout(length, piece, flat=isinstance(rule.block, FlatBlocks))
     return layout if rule.quantize else replace(layout, dense=True)
 
 

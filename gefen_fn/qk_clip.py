@@ -14,6 +14,7 @@ from gefen_fn.base import EmptyState, GradientTransformation, Params, Recipe, Up
 from gefen_fn.combine import choices_of
 from gefen_fn.scalar import Scalar, check_positive, check_state, exact, wide_dtype
 from gefen_fn.scale import need_params
+from gefen_fn.shards import Piece, piece_of
 from gefen_fn.tree import StructureError, Tree, map_update, readable, tree_leaves, tree_paths
 
 _QUERY = re.compile(r"q|query|wq|to_q|q_proj|query_proj", re.IGNORECASE)
@@ -114,10 +115,11 @@ def clip_by_qk(
         kept = _by_name(params, logits, key_heads) if heads is None else choices_of(heads, updates, params)
         factors = {layer: _factors(values, threshold) for layer, values in logits.items()}
 
-        def leaf(u: Tensor, p: Tensor, own: QKHeads | None) -> tuple[Tensor]:
-            return (u if own is None or own.layer not in factors else _clipped(u, p, own, factors[own.layer]),)
+        def leaf(u: Tensor, p: Tensor, own: QKHeads | None, piece: Piece) -> tuple[Tensor]:
+            return (u if own is None or own.layer not in factors else _clipped(u, p, own, factors[own.layer], piece),)
 
-        return map_update(leaf, updates, (), params, each=(kept,))[0], state
+        pieces = [None if u is None else piece_of(u) for u in tree_leaves(updates)]
+        return map_update(leaf, updates, (), params, each=(kept, pieces))[0], state
 
     return made(Recipe("clip_by_qk", (threshold, heads), {"key_heads": key_heads}), init, update)
 
@@ -142,9 +144,9 @@ def _factors(logits: Tensor, threshold: Scalar) -> Tensor:
     return torch.where(clips, exact(threshold) / torch.where(clips, values, 1.0), 1.0)
 
 
-def _clipped(u: Tensor, p: Tensor, own: QKHeads, factors: Tensor) -> Tensor:
-    """`f (p + u) - p` where a row's factor f is not 1."""
-    wide, length, heads = wide_dtype(p.dtype), p.shape[own.axis], len(factors)
+def _clipped(u: Tensor, p: Tensor, own: QKHeads, factors: Tensor, piece: Piece) -> Tensor:
+    """`f (p + u) - p` where a row's factor f is not 1; heads are numbered in the whole leaf."""
+    wide, length, heads = wide_dtype(p.dtype), piece.whole[own.axis], len(factors)
     _check(own, length, heads)
     whole = factors.to(p.device)
     key = whole.reshape(-1, own.shared).amin(-1).sqrt()
@@ -154,7 +156,8 @@ def _clipped(u: Tensor, p: Tensor, own: QKHeads, factors: Tensor) -> Tensor:
         if place is not None:
             index = place.index(len(values), p.device)
             rows = rows.index_copy(0, index, values.repeat_interleave(place.size))
-    f = rows.to(wide).reshape([length if n == own.axis else 1 for n in range(p.dim())])
+    here = rows.narrow(0, piece.offset[own.axis], piece.shape[own.axis])
+    f = here.to(wide).reshape([-1 if n == own.axis % p.dim() else 1 for n in range(p.dim())])
     p, u = p.to(wide), u.to(wide)
     return torch.where(f == 1.0, u, f * (p + u) - p)
 

@@ -1,5 +1,6 @@
 """The tiles of a factored second moment, in the part of a leaf that is held here."""
 
+import math
 from itertools import groupby
 from typing import NamedTuple
 
@@ -47,7 +48,6 @@ class Tiles(NamedTuple):
         """
         whole, columns, axis = layout.entire, layout.columns, layout.start - 1
         height, width = sides[0] or whole.rows, min(sides[1] or whole.columns, whole.columns)
-        _check_columns(layout, width)
         count = max(1, whole.rows // height)
         tiles = [(k * height, whole.rows if k == count - 1 else (k + 1) * height) for k in range(count)]
         begin = layout.piece.offset[axis]
@@ -55,8 +55,9 @@ class Tiles(NamedTuple):
         touched = [k for k, (top, bottom) in enumerate(tiles) if max(top, begin) < min(bottom, end)]
         parts = tuple((max(tiles[k][0], begin) - tiles[k][0], min(tiles[k][1], end) - tiles[k][0]) for k in touched)
         widths = (width,) * (-(-columns // width) - 1)
-        # A power of two divides a block, so that an edge between blocks is one between slots; whole columns need none.
+        # A power of two divides most blocks, so that an edge of blocks is one of slots; whole columns need none.
         packed = whole.rows if sides[0] is None else 1 << (min(height, whole.rows).bit_length() - 1)
+        _check_columns(layout, width, packed)
         edges = layout.piece.edges(axis)
         return cls(
             parts,
@@ -149,13 +150,14 @@ class Tiles(NamedTuple):
         return x[..., (row // self.height).clamp(max=len(self.parts) - 1), :]
 
 
-def _check_columns(layout: LeafLayout, width: int) -> None:
+def _check_columns(layout: LeafLayout, width: int, packed: int) -> None:
     edges = layout.piece.edges(layout.start) if layout.start < len(layout.shape) else set()
     rest = layout.columns // max(layout.shape[layout.start], 1) if edges else 1
-    if any(edge * rest % width for edge in edges):
+    if any(edge * rest % math.lcm(width, packed) for edge in edges):
         raise StructureError(
-            f"A shard must hold whole column tiles: got tiles of {width} columns for shape {layout.piece.whole} cut at "
-            f"columns {sorted(edge * rest for edge in edges)}. Use a tile such as (128, 256), or shard the rows."
+            f"A shard must hold whole column tiles, and whole slots of packed means: got tiles of {width} columns and "
+            f"slots of {packed} for shape {layout.piece.whole} cut at columns {sorted(edge * rest for edge in edges)}. "
+            "Use a tile whose sides divide these, such as (32, 32), or shard the rows."
         )
 
 

@@ -271,6 +271,7 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         phases, hooked = Phases(self._group()), type(self).step is TransformOptimizer.step  # else torch ran them
+        agree.counted(list(self._named().values()), phases.group)  # asked by all, before any of them can fail
         if hooked:
             closure = phases.attempt("pre-hooks", lambda: run_pre_hooks(self, closure))
         loss = phases.attempt("closure", lambda: call(closure))
@@ -343,10 +344,8 @@ class TransformOptimizer(torch.optim.Optimizer):
 
         Raises:
             CheckpointError: naming the key that is missing, extra, misshapen or damaged.
+            GroupFailure: if it fails on another member of the group; all members call this.
         """
-        state_dict = copy(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
         report = self._restore(state_dict, strict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -362,6 +361,9 @@ class TransformOptimizer(torch.optim.Optimizer):
         return loaded.report
 
     def _loaded(self, state_dict: dict[str, Any], strict: bool) -> checkpoint.Loaded:
+        state_dict = copy(state_dict)
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = before(self, state_dict) or state_dict
         frozen = {name for name, p in self._named().items() if not p.requires_grad}
         saved = checkpoint.read(state_dict, self.param_groups, self._members(), frozen, strict)
         own, seen = self._grown(self._tracked([name for name, leaves in saved.leaves.items() if leaves]))

@@ -32,10 +32,10 @@ _HEAD = np.dtype(
         ("scaled", "u1"),
         ("overflow", "u1"),
         ("structure", "u4"),
-        ("state", "u8"),
+        ("state", "u4"),
         ("scale", "f8"),
         ("squares", "f8"),
-        ("spare", "V32"),
+        ("spare", "V36"),
     ]
 )
 
@@ -89,9 +89,10 @@ class Ballot(NamedTuple):
         given: whether each has a gradient here.
         filled: whether each has entries here.
         structure: a digest of names, shapes, dtypes and placements, 32 bits.
-        state: a digest of counters and codebooks, 64 bits.
+        state: a digest of counters and codebooks, 32 bits.
         scaler: what a gradient scaler left; None without one.
-        squares: the sum of squares of what this member counts.
+        clips: whether the step needs a norm.
+        squares: the sum of squares of what this member counts of it.
     """
 
     names: Sequence[str]
@@ -100,6 +101,7 @@ class Ballot(NamedTuple):
     structure: int
     state: int
     scaler: Scaler | None
+    clips: bool
     squares: float
 
 
@@ -129,10 +131,7 @@ def state_digest(state: Any) -> int:
     tree_map(lambda x: books.append(x.codebook) if has_codebook(x) else None, state, is_leaf=has_codebook)
     counts = [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.int32]
     digest = 0
-    for x in (
-        *(torch.stack([c for c in counts if c.device.type == "cpu"] or [torch.zeros((), device="cpu")]),),
-        *books,
-    ):
+    for x in (*counts, *books):
         digest = zlib.crc32(x.numpy().tobytes(), digest) if x.device.type == "cpu" else digest
     return digest
 
@@ -177,17 +176,25 @@ def agreed(
     """
     if phases.group is None:
         return Agreement(grads or {}, scaler is not None and scaler.overflow, None)
-    ballot, own = None, None
-    if grads is not None:
-        given = [grads.get(name) is not None for name in named]
-        filled = [local(p).numel() > 0 for p in named.values()]
-        own = squares(grads) if scaler is None else None  # scaled gradients have another norm
-        share = 0.0 if own is None else float(own)
-        ballot = Ballot(list(named), given, filled, structure_digest(named), state_digest(state), scaler, share)
+    ballot = phases.attempt("gradients", lambda: _ballot(named, grads or {}, scaler, state, squares))
     outcome = phases.vote(len(named), ballot)
     present = dict(zip(named, outcome.present, strict=True))
     whole = {k: torch.zeros_like(named[k]) if g is None and present[k] else g for k, g in (grads or {}).items()}
-    return Agreement(whole, outcome.overflow, None if own is None else outcome.squares.sqrt().float())
+    return Agreement(whole, outcome.overflow, outcome.squares.sqrt().float() if ballot and ballot.clips else None)
+
+
+def _ballot(
+    named: Mapping[str, Tensor],
+    grads: Gradients,
+    scaler: Scaler | None,
+    state: Any,
+    squares: Callable[[Gradients], Tensor | None],
+) -> Ballot:
+    given = [grads.get(name) is not None for name in named]
+    filled = [local(p).numel() > 0 for p in named.values()]
+    own = squares(grads) if scaler is None else None  # scaled gradients have another norm
+    digests = structure_digest(named), state_digest(state)
+    return Ballot(list(named), given, filled, *digests, scaler, own is not None, 0.0 if own is None else float(own))
 
 
 class Phases:

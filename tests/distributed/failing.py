@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from gefen_nn import GefenMuon
+from gefen_fn import chain, clip_by_global_norm, gefen
+from gefen_nn import GefenMuon, TransformOptimizer
 from tests.distributed.adapter import build, give_gradients
 
 BAD = 1  # the member that fails
@@ -17,15 +18,19 @@ def _raise() -> None:
 
 
 class Scene:
-    """A model and its optimizer after one step."""
+    """A model and its optimizer after one step; with a clip before the first, which learns and asks most."""
 
-    def __init__(self, rank: int, sides: tuple[int, ...], hybrid: bool) -> None:
+    def __init__(self, rank: int, sides: tuple[int, ...], kind: str) -> None:
         self.rank = rank
         self.model, self.optimizer = build(sides)
-        if hybrid:
+        if kind == "hybrid":
             self.optimizer = GefenMuon(self.model, lr=1e-2)
-        give_gradients(self.model, 1)
-        self.optimizer.step()
+        if kind == "clip":
+            clipped = chain(clip_by_global_norm(1.0), gefen(1e-2))
+            self.optimizer = TransformOptimizer(self.model.named_parameters(), clipped)
+        else:
+            give_gradients(self.model, 1)
+            self.optimizer.step()
         give_gradients(self.model, 2)
 
     def bits(self) -> list[bytes]:
@@ -117,9 +122,9 @@ FAULTS = {
 }
 
 
-def fail(rank: int, fault: str, sides: tuple[int, ...], hybrid: bool) -> tuple[str, str, str, bool]:
+def fail(rank: int, fault: str, sides: tuple[int, ...], kind: str) -> tuple[str, str, str, bool]:
     """The error that a fault on one member makes here, its text, its cause, and whether nothing changed."""
-    scene = Scene(rank, sides, hybrid)
+    scene = Scene(rank, sides, kind)
     kept = list(scene.optimizer.param_groups[0]["params"])
     before = scene.bits()
     try:
@@ -132,7 +137,7 @@ def fail(rank: int, fault: str, sides: tuple[int, ...], hybrid: bool) -> tuple[s
 
 def scaled_together(rank: int, sides: tuple[int, ...], overflow: bool) -> tuple[bool, bool, int]:
     """Whether a step with scale 8 changed nothing, whether it has the bits of one without, and hooks that ran."""
-    plain, scaled = Scene(rank, sides, False), Scene(rank, sides, False)
+    plain, scaled = Scene(rank, sides, "gefen"), Scene(rank, sides, "gefen")
     before, ran = scaled.bits(), []
     scaled.optimizer.register_step_post_hook(lambda *_: ran.append(1))
     for p in scaled.model.parameters():

@@ -8,10 +8,10 @@ WORDS = {"18": "closure", "19": "structure", "21": "pre-hooks", "22": "gradients
 CAUSES = {"18": "disk is full", "21": "disk is full", "22": "placed as"}
 
 
-@pytest.mark.parametrize("hybrid", [False, True], ids=["gefen", "hybrid"])
+@pytest.mark.parametrize("kind", ["gefen", "hybrid", "clip"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_on_one_member_is_told_to_all_and_nothing_changes(pools, fault, hybrid):
-    answers = pools(2).run(fail, fault, (2,), hybrid, seconds=10)
+def test_a_fault_on_one_member_is_told_to_all_and_nothing_changes(pools, fault, kind):
+    answers = pools(2).run(fail, fault, (2,), kind, seconds=60)
     number = fault.split()[0]
     for rank, (error, text, cause, unchanged) in enumerate(answers):
         assert unchanged and error == "GroupFailure" and WORDS.get(number, "") in text
