@@ -47,7 +47,8 @@ def with_codebook(codebook: str | Tensor, updates: Updates, state: Any, block: B
         state: with fields `codebook`, `learned` and `mu`.
         block: the transform's argument.
     """
-    if not (isinstance(codebook, str) and codebook == "learned"):
+    quantized = any(x is not None and x.dtype == torch.uint8 for x in tree_leaves(state.mu))
+    if not (quantized and isinstance(codebook, str) and codebook == "learned"):
         return state
     book, learned = learn_once(updates, state.codebook, state.learned, block)
     if book is state.codebook:

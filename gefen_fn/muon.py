@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -176,7 +176,7 @@ def _init(rule: _Rule, params: Params) -> ScaleByMuonState:
     check_leaves(params)
     leaves, structure = tree_leaves(params), tree_structure(params)
     rows = list(zip(leaves, matrices(rule.spec, params), _lengths(rule, params), strict=True))
-    mu = [seen and zero_moment(p, _layout(rule, p, seen, length)) for p, seen, length in rows]
+    mu = [seen and zero_moment(p, momentum_layout(p, seen, length, rule._asdict())) for p, seen, length in rows]
     nu = [seen and zeros_placed(p, seen.row_values.shape) for p, seen, _ in rows]
     return ScaleByMuonState(
         counts(params) if rule.counts else EmptyState(),
@@ -203,7 +203,8 @@ def _update(
 
     kept = (state.mu, state.count) if rule.counts else (state.mu,)
     rows = zip(tree_leaves(updates), seen, _lengths(rule, updates), strict=True)
-    layout = [None if own is None else _layout(rule, g, own, length) for g, own, length in rows]
+    given = rule._asdict()
+    layout = [None if own is None else momentum_layout(g, own, length, given) for g, own, length in rows]
     each = (_per_leaf(rule.momentum, updates), layout)
     moved, (mu, *count) = map_update(leaf, updates, kept, each=each)
     state = state._replace(mu=mu, count=count[0] if count else state.count)
@@ -221,15 +222,27 @@ def _per_leaf(value: Any, tree: Tree) -> list[Any]:
     return leaf_choices(value, tree)
 
 
-def _layout(rule: _Rule, x: Tensor, seen: Matrices, length: int) -> LeafLayout:
+def momentum_layout(x: Tensor, seen: Matrices, length: int, given: Mapping[str, Any]) -> LeafLayout:
+    """Where the blocks of a leaf's momentum lie; of an fp32 momentum there are none.
+
+    Args:
+        x: the leaf.
+        seen: its matrices.
+        length: of a block.
+        given: the arguments of `scale_by_muon`.
+
+    Raises:
+        StructureError: if a shard cuts a block, or by `sharded="blockwise"` a part of a split.
+    """
     piece = piece_of(x)
-    if rule.sharded == "blockwise" and len(seen.split) > 1 and is_cut(seen, piece):
+    if given["sharded"] == "blockwise" and len(seen.split) > 1 and is_cut(seen, piece):
         raise StructureError(
             f"Parts of a split must be whole where matrices are made orthogonal by shards: got split={seen.split} for "
             f'shape {piece.whole} cut along axes {sorted(piece.axes)}. Use sharded="distributed".'
         )
-    layout = seen.layout(length, piece, flat=isinstance(rule.block, FlatBlocks))
-    return layout if rule.quantize else replace(layout, dense=True)
+    if not given["quantize"]:
+        return LeafLayout(piece, 1, length, dense=True)
+    return seen.layout(length, piece, flat=isinstance(given["block"], FlatBlocks))
 
 
 def _momentum(
@@ -343,7 +356,7 @@ def _rows(x: Tensor, nu: Tensor, count: Tensor | None) -> tuple[Tensor, Tensor]:
 
 def _mean_squares(x: Tensor) -> Tensor:
     """Mean of the squares of each row, `[.., R, C]` -> `[.., R, 1]`."""
-    rows = x.reshape(-1, x.shape[-1])
-    chunks = torch.split(rows, max(1, _CHUNK // x.shape[-1]))
+    rows = x.flatten(0, -2)
+    chunks = torch.split(rows, max(1, _CHUNK // max(1, x.shape[-1])))
     sums = torch.cat([reference.tree_sum(chunk * chunk, -1) for chunk in chunks])
-    return sums.reshape(*x.shape[:-1], 1) / torch.tensor(float(x.shape[-1]), device=x.device)
+    return sums.reshape(*x.shape[:-1], 1) / x.new_full((), float(x.shape[-1]))

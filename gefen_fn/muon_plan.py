@@ -1,15 +1,15 @@
 """Which leaves of Muon's part are stepped in place."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gefen_fn.base import Params, Updates
-from gefen_fn.blocks import FlatBlocks, LeafLayout, layout_list
+from gefen_fn.blocks import LeafLayout, layout_list
 from gefen_fn.first_moment import check_moment
-from gefen_fn.muon import ScaleByMuonState
+from gefen_fn.muon import ScaleByMuonState, momentum_layout
 from gefen_fn.program import Part
 from gefen_fn.quantize import Quantized
 from gefen_fn.shards import local
@@ -79,8 +79,7 @@ def muon_works(part: Part, state: ScaleByMuonState, updates: Updates, params: Pa
     out = []
     for i, (g, p, mu, seen, usual) in enumerate(rows):
         if g is not None and seen is not None and usual is not None:
-            layout = seen.layout(usual.block, usual.piece, flat=isinstance(given["block"], FlatBlocks))
-            layout = layout if given["quantize"] else replace(layout, dense=True)
+            layout = momentum_layout(g, seen, usual.block, given)
             check_moment(local(g), local(mu), layout)
             out.append(MuonWork(i, part, local(p), local(mu), seen, layout, usual))
     return out

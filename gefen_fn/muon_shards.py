@@ -97,7 +97,7 @@ class _Leaf(NamedTuple):
     def cost(self) -> int:
         """Of the products of its matrices, up to a factor."""
         numel, rows = torch.Size(self.parts[0].shape).numel(), sum(self.job.seen.split)
-        return sum(min(size) * numel * size[0] // rows for size in self.job.seen.sizes)
+        return sum(min(size) * numel * size[0] // max(rows, 1) for size in self.job.seen.sizes)
 
 
 def programs(

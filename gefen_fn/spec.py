@@ -237,7 +237,7 @@ def check_rule(rule: Any) -> None:
 
 
 _RULES: dict[str, Callable[[int, int], float]] = {
-    "original": lambda rows, cols: math.sqrt(max(1.0, rows / cols)),
+    "original": lambda rows, cols: math.sqrt(max(1.0, rows / max(cols, 1))),
     "match_rms_adamw": lambda rows, cols: 0.2 * math.sqrt(max(rows, cols)),
     "none": lambda rows, cols: 1.0,
 }

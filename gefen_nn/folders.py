@@ -138,6 +138,10 @@ def _listed(folder: Path) -> Sums:
         listed = {str(name): (int(size), int(crc)) for name, (size, crc) in files.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"`{_MANIFEST}` must list the files: got {error}. Load an older checkpoint.") from error
+    if missing := {".metadata", "extra.pt"} - listed.keys():
+        raise CheckpointError(
+            f"`{_MANIFEST}` must list all files: got none of {sorted(missing)}. Load an older checkpoint."
+        )
     if version != _VERSION:
         raise CheckpointError(f"`format_version` must be {_VERSION}: got {version}. Update the package.")
     return listed

@@ -231,12 +231,14 @@ class GefenMuon(Preset):
             TypeError: for parameters without names.
             ValueError: for a parameter or name given twice, a key that no step would read, or a value out of range.
         """
-        before = len(self.param_groups)
+        before, choices = len(self.param_groups), dict(self._choices)
         try:
             for part in self._split(param_group):
                 super().add_param_group(part)
         except BaseException:
             del self.param_groups[before:]
+            self._choices.clear()
+            self._choices.update(choices)
             raise
 
     def _split(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -278,6 +280,7 @@ def _pairs(group: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
 
     Raises:
         TypeError: if it has no names.
+        ValueError: if a name stands twice.
     """
     given = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
     pairs: list[Any] = list(zip(group["param_names"], given, strict=True)) if "param_names" in group else given
@@ -286,6 +289,10 @@ def _pairs(group: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
             "Parameters must have names, by which embeddings and output layers are known: got some without. "
             "Pass the model, or `model.named_parameters()`."
         )
+    names = [name for name, _ in pairs]
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"Each parameter and name appears once: got {twice} twice. Drop one.")
     return pairs
 
 

@@ -279,17 +279,20 @@ class TransformOptimizer(torch.optim.Optimizer):
         grads = phases.attempt("gradients", lambda: self._gradients(params or {}))
         scaler = phases.attempt("scaler", lambda: Scaler.of(self))
         squares = self._fused.squares_here if isinstance(self._fused, Step) else lambda grads: None
-        agreement = agreed(phases, self._named(), grads, scaler, self._kept.state, squares)
+        agreement = agreed(phases, self._named(), grads, scaler, self._live_state, squares)
         grads = agreement.grads
         self._kept.skipped = agreement.overflow or all(g is None for g in grads.values())
         if not self._kept.skipped:
             if scaler is not None:
                 scaler.unscale(grads.values())
-            state, known = self._with_hyperparams(self._kept.state), {"global_norm": agreement.norm}
-            self._kept.state = self._stepped(grads, state, params or {}, {} if agreement.norm is None else known)
+            known = {} if agreement.norm is None else {"global_norm": agreement.norm}
+            self._kept.state = self._stepped(grads, self._live_state(), params or {}, known)
         if hooked:
             run_post_hooks(self, closure)
         return loss
+
+    def _live_state(self) -> OptState:
+        return self._with_hyperparams(self._kept.state)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

@@ -9,6 +9,7 @@ import copy
 import functools
 import io
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -86,9 +87,9 @@ def load(path: str | Path, model: nn.Module, optimizer: TransformOptimizer, stri
     index = read_index(_read({"optimizer": {"index": ""}}, folder)["optimizer"]["index"])
     wanted = together(lambda: _wanted(folder, index, model, optimizer, strict), world, "load")
     held = _read({"model": wanted.model, "optimizer": {"state": wanted.state}}, folder)
+    extra = together(lambda: torch.load(folder / _EXTRA, weights_only=True), world, "load")
     report = put_back(optimizer, index, held["optimizer"]["state"], strict)
     model.load_state_dict(held["model"], strict=not wanted.missing)
-    extra = torch.load(folder / _EXTRA, weights_only=True)
     missing, unexpected = ([f"model: {key}" for key in keys] for keys in (wanted.missing, wanted.unexpected))
     return LoadReport((*missing, *report.missing), (*unexpected, *report.unexpected), extra)
 
@@ -185,13 +186,13 @@ def _sum(x: Tensor) -> int:
 
 def _text(key: str, x: Any) -> str:
     """What an extra value holds, as text that is equal for equal values."""
-    if isinstance(x, dict):
+    if type(x) in (dict, OrderedDict):
         return str({str(k): _text(key, value) for k, value in x.items()})
-    if isinstance(x, (tuple, list)):
+    if type(x) in (tuple, list):
         return str([_text(key, value) for value in x])
     if isinstance(x, Tensor) and not is_sharded(x):
         return f"{_form(x)} {_sum(x)}"
-    if not (x is None or isinstance(x, (bool, int, float, str))):
+    if not (x is None or type(x) in (bool, int, float, str)):
         came = "a sharded tensor" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise CheckpointError(
             f"`{key}` must hold numbers, text, whole tensors, and dicts and lists of those: got {came}. "

@@ -126,10 +126,10 @@ def structure_digest(params: Mapping[str, Tensor]) -> int:
 
 
 def state_digest(state: Any) -> int:
-    """32 bits of the counters and codebooks of a state, as far as they lie on the CPU, where nothing waits for them."""
+    """32 bits of the counters, hyperparameters and codebooks that lie on the CPU, where nothing waits for them."""
     books: list[Tensor] = []
     tree_map(lambda x: books.append(x.codebook) if has_codebook(x) else None, state, is_leaf=has_codebook)
-    counts = [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.dim() == 0 and x.dtype == torch.int32]
+    counts = [x for x in tree_leaves(state) if isinstance(x, Tensor) and x.dim() == 0]
     digest = 0
     for x in (*counts, *books):
         digest = zlib.crc32(x.numpy().tobytes(), digest) if x.device.type == "cpu" else digest
@@ -158,7 +158,7 @@ def agreed(
     named: Mapping[str, Tensor],
     grads: Gradients | None,
     scaler: Scaler | None,
-    state: Any,
+    state: Callable[[], Any],
     squares: Callable[[Gradients], Tensor | None],
 ) -> Agreement:
     """Hear all members before a step.
@@ -168,7 +168,7 @@ def agreed(
         named: all parameters.
         grads: the gradients here; None if an attempt failed.
         scaler: what a gradient scaler left.
-        state: of the optimizer, whose counters and codebooks must be the same everywhere.
+        state: of the optimizer, whose counters, hyperparameters and codebooks must be the same everywhere.
         squares: what this member counts of a norm's squares; None if the step needs no norm.
 
     Raises:
@@ -187,13 +187,13 @@ def _ballot(
     named: Mapping[str, Tensor],
     grads: Gradients,
     scaler: Scaler | None,
-    state: Any,
+    state: Callable[[], Any],
     squares: Callable[[Gradients], Tensor | None],
 ) -> Ballot:
     given = [grads.get(name) is not None for name in named]
     filled = [local(p).numel() > 0 for p in named.values()]
     own = squares(grads) if scaler is None else None  # scaled gradients have another norm
-    digests = structure_digest(named), state_digest(state)
+    digests = structure_digest(named), state_digest(state())
     return Ballot(list(named), given, filled, *digests, scaler, own is not None, 0.0 if own is None else float(own))
 
 
@@ -237,7 +237,8 @@ class Phases:
         self._check_failures(heads["failed"])
         assert ballot is not None  # else this member's own failure was just raised
         _check_equal("structure", heads["structure"], "Give all members the same parameters, gradients and order.")
-        _check_equal("counters and codebooks", heads["state"], "Load one checkpoint on all members.")
+        fix = "Load one checkpoint on all members, and give their groups the same values."
+        _check_equal("set of counters, group values and codebooks", heads["state"], fix)
         _check_scalers(heads)
         given, lacking = _bits(table, parameters)
         _check_gradients(ballot.names, given, lacking)

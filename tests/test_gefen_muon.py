@@ -407,3 +407,32 @@ def test_the_state_has_a_view_and_the_optimizer_a_text():
     assert any(key.startswith("scale_by_gefen.nu") for key in optimizer.state[model.lm_head.weight])
     assert "rule: muon" in repr(optimizer) and "gefen_muon" in repr(optimizer)
     assert "body.0.weight" in str(optimizer.describe())
+
+
+def test_a_name_that_stands_twice_is_refused_and_a_refused_group_leaves_no_choice_behind():
+    twice = [("x", nn.Parameter(torch.zeros(64, 64))), ("x", nn.Parameter(torch.zeros(64, 32)))]
+    with pytest.raises(ValueError, match="appears once"):
+        GefenMuon(twice)
+    optimizer = GefenMuon([("w", nn.Parameter(torch.zeros(64, 64)))])
+    optimizer.add_param_group({"params": [("v", nn.Parameter(torch.zeros(7)))]})
+    with pytest.raises(ValueError, match="appears once"):
+        optimizer.add_param_group({"params": [("v", nn.Parameter(torch.zeros(64, 64)))]})
+    assert "v" in str(optimizer.routing())
+
+
+def test_a_matrix_without_columns_takes_part_and_changes_nothing_of_the_others():
+    w, empty = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 0))
+    optimizer = Muon([("w", w), ("empty", empty)], lr=0.1, spec=MatrixAxes(0, 1))
+    w.grad, empty.grad = torch.randn(64, 64), torch.zeros(64, 0)
+    optimizer.step()
+    assert w.abs().sum() > 0
+
+
+def test_where_no_leaf_has_codes_there_is_no_codebook_to_learn_before_a_compiled_step():
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    optimizer = GefenMuon(model, lr=0.01)
+    for _ in range(2):
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    torch.compile(lambda: optimizer.step(), backend="eager")()

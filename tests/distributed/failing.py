@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from gefen_fn import chain, clip_by_global_norm, gefen
-from gefen_nn import GefenMuon, TransformOptimizer
+from gefen_nn import GefenMuon, GroupFailure, TransformOptimizer
 from tests.distributed.adapter import build, give_gradients
 
 BAD = 1  # the member that fails
@@ -133,6 +133,18 @@ def fail(rank: int, fault: str, sides: tuple[int, ...], kind: str) -> tuple[str,
         scene.optimizer.param_groups[0]["params"][:] = kept
         return type(error).__name__, str(error), repr(error.__cause__), scene.bits() == before
     return "none", "", "", scene.bits() == before
+
+
+def step_at_another_rate(rank: int, sides: tuple[int, ...]) -> tuple[str, bool]:
+    """The error where one member has another learning rate, and whether nothing changed."""
+    scene = Scene(rank, sides, "gefen")
+    scene.optimizer.param_groups[0]["lr"] = 0.5 if rank == BAD else 0.02
+    before = scene.bits()
+    try:
+        scene.optimizer.step()
+    except GroupFailure as error:
+        return str(error), scene.bits() == before
+    return "none", False
 
 
 def scaled_together(rank: int, sides: tuple[int, ...], overflow: bool) -> tuple[bool, bool, int]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.distributed.failing import BAD, FAULTS, fail, scaled_together
+from tests.distributed.failing import BAD, FAULTS, fail, scaled_together, step_at_another_rate
 
 WORDS = {"18": "closure", "19": "structure", "21": "pre-hooks", "22": "gradients", "23": "gradient must be there"}
 CAUSES = {"18": "disk is full", "21": "disk is full", "22": "placed as"}
@@ -22,3 +22,8 @@ def test_a_fault_on_one_member_is_told_to_all_and_nothing_changes(pools, fault, 
 def test_members_that_agree_skip_or_unscale_once(pools, overflow):
     for unchanged, as_unscaled, hooks in pools(2).run(scaled_together, (2,), overflow):
         assert (unchanged, as_unscaled, hooks) == (overflow, not overflow, 1)
+
+
+def test_members_with_other_learning_rates_are_told_before_a_step(pools):
+    for text, unchanged in pools(2).run(step_at_another_rate, (2,)):
+        assert unchanged and "group values" in text
