@@ -39,13 +39,16 @@ def convert_state(source_state_dict: Mapping[str, Any], optimizer: TransformOpti
     Returns:
         What `optimizer.load_state_dict` takes.
 
+    Where the source does not name its parameters they go by position, through all groups in turn.
+
     Raises:
         CheckpointError: for a state dict of another kind, or names or shapes that do not fit.
     """
     target, members = optimizer.state_dict(), groups.members(optimizer.param_groups)
     rows = zip(optimizer.param_groups, members, strict=True)
     params = {name: p for group, names in rows for name, p in zip(names, group["params"], strict=True)}
-    foreign = read_foreign(source_state_dict, params, "param_names" in optimizer.param_groups[0])
+    first = optimizer.param_groups[0]
+    foreign = read_foreign(source_state_dict, params, named="param_names" in first, regrouped="rule" in first)
     ids = dict(zip(params, (i for group in target["param_groups"] for i in group["params"]), strict=True))
     state = {name: dict(target["state"][i]) for name, i in ids.items() if i in target["state"]}
     _fill(optimizer, state, foreign, params)

@@ -35,13 +35,16 @@ class Foreign(NamedTuple):
     values: dict[str, dict[str, Any]]
 
 
-def read_foreign(source: Mapping[str, Any], params: Mapping[str, Tensor], named: bool) -> Foreign:
+def read_foreign(
+    source: Mapping[str, Any], params: Mapping[str, Tensor], *, named: bool, regrouped: bool = False
+) -> Foreign:
     """Sort another optimizer's state dict by parameter name.
 
     Args:
         source: its `state_dict()`, or what torch's `get_optimizer_state_dict` made of it.
         params: the target's parameters, in order.
         named: whether their names are known, and not only their positions.
+        regrouped: whether the target has put them in another order than they were given in.
 
     Raises:
         CheckpointError: for another kind of state dict, or names or shapes that do not fit.
@@ -51,7 +54,7 @@ def read_foreign(source: Mapping[str, Any], params: Mapping[str, Tensor], named:
         raise CheckpointError(
             f"A state dict has `state` and `param_groups`: got {came}. Pass `optimizer.state_dict()`."
         )
-    names = _names(source["param_groups"], params, named)
+    names = _names(source["param_groups"], params, named, regrouped)
     values = {names[i]: _values(group) for group in source["param_groups"] for i in group["params"]}
     read: Callable[..., Moments] = _read_gefen_x if "gefen_codebook" in source else _read_adam
     moments = {}
@@ -62,13 +65,19 @@ def read_foreign(source: Mapping[str, Any], params: Mapping[str, Tensor], named:
     return Foreign(moments, values)
 
 
-def _names(saved: Any, params: Mapping[str, Tensor], named: bool) -> dict[Any, str]:
+def _names(saved: Any, params: Mapping[str, Tensor], named: bool, regrouped: bool) -> dict[Any, str]:
     """The target's name of each index: the saved one where there is one, else that of the position."""
     ids = [i for group in saved for i in group["params"]]
     if named and all("param_names" in group for group in saved):
         names = [name for group in saved for name in group["param_names"]]
     else:
         names = ids if all(isinstance(i, str) for i in ids) else list(params)
+    if names is not ids and regrouped and "param_names" not in saved[0]:
+        raise CheckpointError(
+            "Parameters must have names where their order differs: got a state that knows them by position, for an "
+            "optimizer that puts Muon's first. Build the old optimizer with `model.named_parameters()`, load the old "
+            "state into it, and convert its `state_dict()`."
+        )
     missing = sorted(name for name in params.keys() - set(names) if params[name].requires_grad)
     extra = sorted(set(names) - params.keys())
     if missing or extra or len(ids) != len(names):

@@ -172,3 +172,11 @@ def test_an_optimizer_without_moments_of_adam_is_refused_and_adamw_of_ours_takes
     leaves = convert_state(source.state_dict(), target)["state"][1]
     assert torch.equal(leaves["scale_by_adam.nu"], source.state[params["conv"]]["exp_avg_sq"])
     assert leaves["scale_by_adam.count"] == 2
+
+
+def test_a_state_that_knows_parameters_by_position_is_refused_where_the_order_differs():
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64, bias=False))
+    old = torch.optim.AdamW(model.parameters())
+    with pytest.raises(CheckpointError, match=r"knows them by position.*named_parameters"):
+        convert_state(old.state_dict(), GefenMuon(model))
+    assert convert_state(torch.optim.AdamW(model.named_parameters()).state_dict(), GefenMuon(model))
