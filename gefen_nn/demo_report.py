@@ -65,7 +65,7 @@ def _table(report: dict[str, Any]) -> Table:
     table = Table(title=title, caption="\n".join([text, *notes]), caption_justify="left")
     table.add_column("optimizer")
     for heading in (
-        "learning rate",
+        "lr",
         "validation loss",
         "state bytes/param",
         "step ms",
