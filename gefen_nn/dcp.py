@@ -46,7 +46,7 @@ class OptimizerState:
     def __init__(self, optimizer: TransformOptimizer) -> None:
         if not all("param_names" in group for group in optimizer.param_groups):
             raise ValueError(
-                "A checkpoint knows parameters by name: got an optimizer that was built without. "
+                f"A checkpoint knows parameters by name: got a {type(optimizer).__name__} built without. "
                 "Build it with `model.named_parameters()`."
             )
         self._optimizer = optimizer
