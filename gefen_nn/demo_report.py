@@ -66,8 +66,8 @@ def _table(report: dict[str, Any]) -> Table:
     table.add_column("optimizer")
     for heading in (
         "lr",
-        "validation loss",
-        "state bytes/param",
+        "held-out loss",
+        "state bytes per param",
         "step ms",
         "optimizer ms",
         "first step ms",
