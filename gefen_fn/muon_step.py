@@ -19,7 +19,7 @@ from gefen_fn.tree import tree_parts
 from gefen_kernels import ops
 from gefen_kernels.newton_schulz import orthogonalize_many
 
-_STACK = 1 << 22  # entries of the leaves that are made orthogonal together
+_STACK = 1 << 18  # entries of the leaves that are stacked: more memory would be returned to the system each time
 
 
 def prepared_muon(

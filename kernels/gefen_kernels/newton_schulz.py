@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gefen_kernels.ns_coefficients import Triple, ns_coefficients
+from gefen_kernels.ops import loops
 from gefen_kernels.products import gram, product, symmetric_flops, tile_side
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -107,8 +108,12 @@ def normalized(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 
     The norm is that of x as rounded to `dtype`, except for fp16, in which x itself may not be representable.
     """
-    cast = x.to(torch.float32 if dtype == torch.float16 else dtype)
-    scaled = (cast / frobenius_norm(cast).clamp(min=eps)).to(dtype)
+    module = loops("normalize", x) if dtype == torch.bfloat16 else None
+    if module is None:
+        cast = x.to(torch.float32 if dtype == torch.float16 else dtype)
+        scaled = (cast / frobenius_norm(cast).clamp(min=eps)).to(dtype)
+    else:
+        scaled = module.normalized(x, float(eps))
     return scaled if scaled.is_contiguous() else _transposed(scaled.mT)
 
 

@@ -66,21 +66,21 @@ def moment(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`gefen_kernels.moment.moment`, by a back end where there is one that takes these tensors."""
     given = (g, codes, absmax, codebook, decay, rest)
-    module = _part("moment", *(x for x in given if isinstance(x, Tensor)))
+    module = loops("moment", *(x for x in given if isinstance(x, Tensor))) or plain
     return module.moment(*given, block=block, start=start, ties=ties, drive=drive, out=out)  # type: ignore[no-any-return]
 
 
 def descend(param: Tensor, direction: Tensor, scale: float, step: float, decay: float | None) -> None:
     """`gefen_kernels.moment.descend`, by a back end where there is one that takes these tensors."""
-    _part("descent", param, direction).descend(param, direction, scale, step, decay)
+    (loops("descent", param, direction) or plain).descend(param, direction, scale, step, decay)
 
 
-def _part(name: str, *tensors: Tensor) -> ModuleType:
-    """The module that does a part of a step on these tensors."""
+def loops(name: str, *tensors: Tensor) -> ModuleType | None:
+    """The loops of this name, if they take these tensors."""
     if torch.compiler.is_compiling() or tensors[0].device.type != "cpu" or back_end(tensors[0].device) is None:
-        return plain
+        return None
     module = _load("numba", f"gefen_kernels.cpu_{name}")
-    return module if module is not None and module.supports(*tensors) else plain
+    return module if module is not None and module.supports(*tensors) else None
 
 
 @functools.lru_cache
