@@ -47,6 +47,9 @@ def warm_up() -> float:
         x, codes = torch.zeros(2, 2, device="cpu"), torch.full((2, 2), 128, dtype=torch.uint8, device="cpu")
         moment(x, codes, x[:, :1], torch.linspace(-1.0, 1.0, 256, device="cpu"), 0.9, 0.1, block=2)
         descend(x, x.clone(), 1.0, 0.1, None)
+        normalize = loops("normalize", x[None])
+        if normalize is not None:
+            normalize.normalized(x[None], 1e-7)
     return time.perf_counter() - start
 
 
