@@ -5,6 +5,7 @@ threads. It needs numba (the extra `cpu`); code is compiled at the first call an
 """
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,7 @@ KINDS = {torch.float32: loops.FP32, torch.bfloat16: loops.BF16, torch.float16: l
 _POLICIES = {"dense": cpu_step.DENSE, "block": cpu_step.BLOCKS, "factored": cpu_step.FACTORED}
 _TASK = 1 << 17  # entries of a task: small enough to share out, large enough to be worth the call
 _STRETCH = 4096  # columns of a factored leaf that are read together: pages are dearer than the cache
-_ALONE = 1 << 16  # entries that one thread does sooner than two
+_ALONE = 1 << 18  # entries that one thread does sooner than two
 
 Ints = npt.NDArray[np.int64]
 
@@ -304,7 +305,7 @@ def _tiles(index: int, row: list[int]) -> Iterator[tuple[int, int, int, int, int
 def share(work: Callable[[Ints], Any], tasks: Ints, weights: Ints) -> list[Any]:
     """Call `work` on parts of the tasks, on as many threads as torch uses; return its results in order.
 
-    Each part is a like share of what is left, so that a few parts keep all threads busy to the end.
+    Each part is a like share of what is left, so that few parts keep all threads busy to the end.
 
     Args:
         work: what to call.
@@ -316,10 +317,26 @@ def share(work: Callable[[Ints], Any], tasks: Ints, weights: Ints) -> list[Any]:
     threads = min(torch.get_num_threads(), len(tasks)) if done[-1] > _ALONE and not ending else 1
     if threads == 1:
         return [work(tasks)]
-    left = (1 - 1 / (2 * threads)) ** np.arange(1, 12 * threads)
-    parts = np.split(tasks, np.unique(np.searchsorted(done, done[-1] * (1 - left)) + 1))
-    with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(work, [part for part in parts if len(part)]))
+    left = [done[-1]]
+    while left[-1] > _TASK:
+        left.append(left[-1] * (1 - 0.5 / threads))
+    cuts = np.unique(np.searchsorted(done, done[-1] - left[1:]) + 1)
+    parts = enumerate(np.split(tasks, cuts[cuts < len(tasks)]))
+
+    def some() -> dict[int, Any]:
+        return {n: work(part) for n, part in parts}  # each thread draws from the one iterator
+
+    calls = [_pool(os.getpid(), threads - 1).submit(some) for _ in range(threads - 1)]
+    results = some()
+    for call in calls:
+        results |= call.result()
+    return [results[n] for n in sorted(results)]
+
+
+@functools.cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Threads that wait for work: to start them costs more than to step a small model. A forked child has none."""
+    return ThreadPoolExecutor(threads, "gefen")
 
 
 def histogram(x: Tensor, *, block: int, start: int = 1) -> Tensor:

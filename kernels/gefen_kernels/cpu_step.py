@@ -31,7 +31,7 @@ from gefen_kernels.cpu_loops import (
     to_fp16,
     tree,
 )
-from gefen_kernels.cpu_vectors import RUN, after, codes_at, floats, integers, prefetch
+from gefen_kernels.cpu_vectors import RUN, after, codes_at, floats, integers
 
 # Columns of the table of leaves.
 (
@@ -56,7 +56,6 @@ from gefen_kernels.cpu_vectors import RUN, after, codes_at, floats, integers, pr
     FIELDS,
 ) = range(19)
 DENSE_LEAF, DENSE, BLOCKS, FACTORED = range(4)
-AHEAD = 2  # blocks between what is stepped and what is asked for
 # Columns of the scalars; the order of `gefen_kernels.step.SCALARS`.
 B1, NOT_B1, B2, NOT_B2, CORRECTION1, ROOT_CORRECTION2, EPS, STEP, DECAY, GRAD_SCALE, SCALARS = range(11)
 
@@ -286,16 +285,6 @@ def _factored_root(leaf, row, left, count, factors, root):
 
 
 @compiled
-def _fetch(leaf, first, count):
-    """Ask for the parameters and codes of a block that will be stepped soon: pages end where rows do not."""
-    width = 4 if leaf[PARAM_KIND] == FP32 else 2
-    for line in range(leaf[PARAM] + width * first, leaf[PARAM] + width * (first + count), 64):
-        prefetch(line)
-    for line in range(leaf[MU] + first, leaf[MU] + first + count, 64):
-        prefetch(line)
-
-
-@compiled
 def _update_rows(leaf, scalars, book, options, first_row, rows, start, stop, room):
     """Step columns `start..stop` of some rows of a quantized leaf, block by block.
 
@@ -308,8 +297,6 @@ def _update_rows(leaf, scalars, book, options, first_row, rows, start, stop, roo
     for r in range(first_row, first_row + rows):
         for left in range(start, stop, block):
             count, first, index = min(block, stop - left), r * columns + left, r * blocks + left // block
-            ahead = left + AHEAD * block
-            _fetch(leaf, r * columns + ahead if ahead < stop else (r + 1) * columns + start + ahead - stop, block)
             g = _load_grad(leaf, scalars, options, first, count, spare)
             if policy == DENSE:
                 _dense_root(leaf, scalars, first, count, g, root)

@@ -1,4 +1,4 @@
-"""What numba's loops cannot say: plain pointers, look-ups of 64 codes at once, the sum of a run, and prefetching.
+"""What numba's loops cannot say: plain pointers, look-ups of 64 codes at once, and the sum of a run.
 
 Pointers are what LLVM makes the best code of: numba's arrays are seven numbers each, count references and wrap indices.
 The look-ups are AVX-512's byte permutations (VBMI: Ice Lake, Zen 4 and later), which take 128 bytes of a table: a table
@@ -189,17 +189,3 @@ def run_of_squares(typing_context, x):
         return builder.extract_element(sums, _INT(0))
 
     return types.float32(x), build
-
-
-@intrinsic
-def prefetch(typing_context, address):
-    """Ask for the cache line at an address; any address will do."""
-
-    def build(context, builder, signature, args):
-        line = _memory(builder, args[0], _BYTE)
-        kind = ir.FunctionType(ir.VoidType(), [line.type, _INT, _INT, _INT])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
-        builder.call(function, [line, _INT(0), _INT(3), _INT(1)])  # to read, into all caches, data
-        return context.get_dummy_value()
-
-    return types.void(types.int64), build
