@@ -9,7 +9,7 @@ import copy
 import functools
 import io
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -186,7 +186,7 @@ def _sum(x: Tensor) -> int:
 
 def _text(key: str, x: Any) -> str:
     """What an extra value holds, as text that is equal for equal values."""
-    if type(x) in (dict, OrderedDict):
+    if type(x) in (dict, OrderedDict, Counter):  # what torch.load(weights_only=True) makes
         return str({str(k): _text(key, value) for k, value in x.items()})
     if type(x) in (tuple, list):
         return str([_text(key, value) for value in x])

@@ -8,7 +8,9 @@ import random
 import shutil
 import threading
 import warnings
+from collections import defaultdict
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -231,6 +233,13 @@ def test_50_what_cannot_be_saved_is_refused_before_the_first_byte(tmp_path):
     with pytest.raises(CheckpointError, match="`tag`, a set"):
         save(tmp_path / "a", model, optimizer)
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes"]
+
+
+@pytest.mark.parametrize("extra", [np.float64(1.0), defaultdict(int), {1, 2}], ids=["numpy", "defaultdict", "set"])
+def test_50_what_a_load_could_not_read_back_is_refused_before_the_first_byte(tmp_path, extra):
+    with pytest.raises(CheckpointError, match="`extra` must hold"):
+        save(tmp_path / "run", *run(), extra=extra)
+    assert not (tmp_path / "run").exists()
 
 
 class Wider(nn.Sequential):
