@@ -1,10 +1,11 @@
 """The CPU back end against its reference twins, bit for bit."""
 
+import numba
 import numpy as np
 import pytest
 import torch
 
-from gefen_kernels import cpu, cpu_loops, cpu_step, reference, step
+from gefen_kernels import cpu, cpu_loops, cpu_moment, cpu_step, moment, reference, step
 from gefen_kernels.codebook import default_codebook, learn_codebook
 
 CROWDED = torch.cat([-(torch.linspace(1, 0, 128) ** 9), torch.linspace(0, 1, 128) ** 9])
@@ -48,19 +49,49 @@ def test_a_norm_does_not_depend_on_strides():
     assert cpu.sum_of_squares(x.t().contiguous().t()) == cpu.sum_of_squares(x)
 
 
+@pytest.mark.parametrize("width", [256, 63], ids="blocks of {}".format)
 @pytest.mark.parametrize(("book", "ties"), BOOKS.values(), ids=BOOKS)
-def test_codes_are_the_nearest_on_and_beside_every_bound(book, ties):
+def test_codes_are_the_nearest_on_and_beside_every_bound(book, ties, width):
     bounds = reference.midpoints(book, ties).clamp(-1, 1)
     near = [torch.nextafter(bounds, torch.full_like(bounds, to)) for to in (-2.0, 2.0)]
     x = torch.cat([bounds, *near, drawn(4096).clamp(-1, 1), torch.tensor([1.0, -1.0, 0.0, float("nan")])])
-    x = torch.cat([x, torch.zeros(-len(x) % 256)]).clamp(-1, 1).reshape(-1, 256)
-    x[:, 0] = 1.0  # so that a block's largest magnitude is 1
+    x = torch.cat([x, torch.zeros(-len(x) % (width - 1))]).clamp(-1, 1).reshape(-1, width - 1)
+    x = torch.cat([torch.ones(len(x), 1), x], 1)  # so that a block's largest magnitude is 1
     leaf = step.Leaf(x, torch.zeros_like(x), torch.full(x.shape, 128, dtype=torch.uint8), torch.zeros(len(x), 1),
                      (torch.zeros(len(x), 1),), "block")  # fmt: skip
     scalars = torch.tensor([[0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0]])
     cpu.gefen_step([leaf], scalars, book, ties=ties)
     finite = torch.where(x.isnan().any(1, keepdim=True), float("nan"), x)
     assert torch.equal(leaf.mu, reference.nearest(finite, book, ties=ties))
+
+
+@pytest.mark.parametrize("width", [64, 7], ids="blocks of {}".format)
+@pytest.mark.parametrize(("book", "ties"), BOOKS.values(), ids=BOOKS)
+def test_blocks_without_a_normal_largest_magnitude_have_the_references_codes(book, ties, width):
+    x = drawn((8, width))
+    for row, bad in enumerate([0.0, 1e-40, -1e-38, *BAD[:3]]):
+        x[row, 3] = bad
+    x[0], x[1], x[2] = 0.0, x[1].clamp(-1e-40, 1e-40), x[2].clamp(-1e-38, 1e-38)
+    old = torch.full(x.shape, 128, dtype=torch.uint8), torch.zeros(8, 1)
+    got, expected = (f(x, *old, book, 0.0, 1.0, block=256, ties=ties)[1:] for f in (cpu_moment.moment, moment.moment))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("share", [0, 0.5], ids=["empty", "cut off"])
+def test_kept_code_that_a_crash_has_damaged_is_compiled_anew(share, suffix, tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def build(source):
+        return lambda x: x + 1 if source else x
+
+    assert cpu_loops.kept(build)(1) == 2
+    (file,) = tmp_path.rglob(f"*.{suffix}")
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+    for hits in (0, 1):
+        function = cpu_loops.kept(build)
+        assert function(1) == 2
+        assert sum(function.stats.cache_hits.values()) == hits
 
 
 def test_every_16_bit_number_is_read_as_torch_reads_it():

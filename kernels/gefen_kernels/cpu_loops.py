@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numba
 import numpy as np
+from numba.core.caching import FunctionCache
 
 from gefen_kernels.cpu_vectors import (
     GROUP,
@@ -36,22 +37,24 @@ if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # numba sets it from
     raise ImportError("NUMBA_DISABLE_JIT is set, and these loops are nothing without a compiler")
 
 compiled = numba.njit(nogil=True, error_model="numpy")
-# For what is called once a block, where a call costs as much as a short loop.
-inlined = numba.njit(nogil=True, error_model="numpy", forceinline=True)
-
-
-def _may_cache() -> bool:
-    """Whether numba finds a folder to keep compiled code in; it refuses to build a cached function without one."""
-    try:
-        numba.njit(cache=True)(_may_cache)
-    except RuntimeError:
-        return False
-    return True
+# For what is called in one place: LLVM need not go through it once more by itself.
+inlined = numba.njit(nogil=True, error_model="numpy", inline="always")
 
 
 def _sources() -> int:
     """A checksum of the loops' sources."""
     return zlib.crc32(b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("cpu_*.py"))))
+
+
+class _Code(FunctionCache):
+    """Code kept in files; what cannot be read is compiled anew: a crash may leave files empty or cut off."""
+
+    def load_overload(self, sig, target_context):
+        try:
+            return super().load_overload(sig, target_context)
+        except Exception:  # whatever pickle makes of such bytes
+            self.flush()
+            return None
 
 
 def kept(build):
@@ -60,15 +63,20 @@ def kept(build):
     numba looks for changes in the function's own file only, while code of all these files is compiled into it: the
     checksum of all, a constant of the function, is part of what the kept code is found by.
     """
-    return numba.njit(cache=_may_cache(), nogil=True, error_model="numpy")(build(_sources()))
+    function = compiled(build(_sources()))
+    try:
+        function._cache = _Code(function.py_func)
+    except RuntimeError:  # numba finds no folder to write to
+        pass
+    return function
 
 
-@compiled
+@inlined
 def _bits(x):
     return F32(x).view(U32)
 
 
-@compiled
+@inlined
 def _as_float(bits):
     return U32(bits).view(F32)
 
@@ -227,7 +235,7 @@ def close_rows(rows, count, levels, stride, out):
         levels += stride
 
 
-@inlined
+@compiled
 def largest(x, count):
     """The largest magnitude, NaN if there is one; below the smallest normal it is 0."""
     best = U32(0)
@@ -247,7 +255,7 @@ def book_at(code):
     return tables[0], tables[1], tables[2], own, limits, comparisons, U8(zeros[0]), U8(zeros[1]), U8(of_zero)
 
 
-@inlined
+@compiled
 def decode(book, codes, count, out):
     """The levels of `count` codes."""
     levels, planes = book[0], book[3]
@@ -257,7 +265,7 @@ def decode(book, codes, count, out):
         out[j] = levels[codes[j]]
 
 
-@inlined
+@compiled
 def moment(book, codes, top, decay, rest, count, g, m):
     """`m = decay m + rest g` of a block that is kept as codes and `top`; returns the new largest magnitude."""
     decode(book, codes, count, m)
@@ -266,7 +274,7 @@ def moment(book, codes, top, decay, rest, count, g, m):
     return largest(m, count)
 
 
-@inlined
+@compiled
 def encode(x, count, top, book, codes, ratios):
     """Codes of `x / top`: a start from the cell, then comparisons; see `gefen_kernels.cpu.Codebook`.
 

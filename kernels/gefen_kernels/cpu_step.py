@@ -143,7 +143,7 @@ def _dense_root(leaf, scalars, first, count, g, root):
         root[j] = np.sqrt(nu[j])
 
 
-@compiled
+@inlined
 def _dense_leaf(leaf, scalars, options, first, last, room):
     """Adam on entries `first..last` of a leaf with fp32 moments."""
     root, p = room[1], room[2]
@@ -179,7 +179,7 @@ def _load_rows(leaf, scalars, options, first_row, rows, left, count, room):
     return room, I64(RUN)
 
 
-@compiled
+@inlined
 def _square_sums(leaf, scalars, options, first_row, rows, first_tile, last_tile, room):
     """Sum g^2 over some tiles, a few rows at a time, so that memory is read in long stretches.
 
@@ -203,7 +203,7 @@ def _square_sums(leaf, scalars, options, first_row, rows, first_tile, last_tile,
                 add_squares(x, pitch, number, above, count, levels + 4 * (left - start), 4 * (end - start), work)
 
 
-@compiled
+@inlined
 def _column_means(leaf, scalars, tile, start, stop, first_tile, last_tile, room):
     """Average the column means of one tile; `factors[start:stop]` becomes the new averages."""
     square, factors, levels = room[1], room[4], room[5]
@@ -224,7 +224,7 @@ def _column_means(leaf, scalars, tile, start, stop, first_tile, last_tile, room)
                 down, across = 0, across + 1
 
 
-@compiled
+@inlined
 def _normalise(start, stop, factors, sums, work):
     """Divide `factors[start:stop]` by their mean, and take the roots."""
     number = (stop - start + RUN - 1) // RUN
@@ -237,9 +237,9 @@ def _normalise(start, stop, factors, sums, work):
         factors[c] = np.sqrt(factors[c] / norm)
 
 
-@compiled
+@inlined
 def _tile_statistics(leaf, scalars, options, tile, first_tile, last_tile, room):
-    """Average row and column means of some column tiles of a row tile.
+    """Average row and column means of some column tiles of a row tile; returns its rows and columns.
 
     `tile` numbers the row tile over all batches; the factors in `room` become `sqrt(col / mean(col))`.
     """
@@ -259,6 +259,7 @@ def _tile_statistics(leaf, scalars, options, tile, first_tile, last_tile, room):
         start, stop = k * width, min((k + 1) * width, columns)
         _column_means(leaf, scalars, tile, start, stop, first_tile, last_tile, room)
         _normalise(start, stop, factors, square, work)
+    return first_row, first_row + rows, first_tile * width, min(last_tile * width, columns)
 
 
 @compiled
@@ -272,7 +273,7 @@ def _row_tile(leaf, tile):
     return batch_row + local * height, rows, batch_row, local
 
 
-@inlined
+@compiled
 def _factored_root(leaf, row, left, count, factors, root):
     """`sqrt(row) * sqrt(col / mean(col))` of some columns; `row` holds the row's mean in each tile."""
     width = leaf[TILE_COLUMNS]
@@ -284,9 +285,9 @@ def _factored_root(leaf, row, left, count, factors, root):
             out[j] = shared * source[j]
 
 
-@compiled
-def _update_rows(leaf, scalars, book, options, first_row, rows, start, stop, room):
-    """Step columns `start..stop` of some rows of a quantized leaf, block by block.
+@inlined
+def _update_rows(leaf, scalars, book, options, first_row, last_row, start, stop, room):
+    """Step columns `start..stop` of rows `first_row..last_row` of a quantized leaf, block by block.
 
     `options` is `(negate, scaled, from_stored)`, and the factors in `room` are the `sqrt(col / mean(col))` of every
     column of a factored leaf.
@@ -294,7 +295,7 @@ def _update_rows(leaf, scalars, book, options, first_row, rows, start, stop, roo
     spare, m, root, work, factors, from_stored = room[0], room[1], room[2], room[3], room[4], options[2]
     columns, block, policy = leaf[COLUMNS], leaf[BLOCK], leaf[POLICY]
     blocks, tiles = -(-columns // block), -(-columns // leaf[TILE_COLUMNS])
-    for r in range(first_row, first_row + rows):
+    for r in range(first_row, last_row):
         for left in range(start, stop, block):
             count, first, index = min(block, stop - left), r * columns + left, r * blocks + left // block
             g = _load_grad(leaf, scalars, options, first, count, spare)
@@ -314,15 +315,6 @@ def _update_rows(leaf, scalars, book, options, first_row, rows, start, stop, roo
             _apply(leaf, scalars, first, count, m, root, work)
             if not from_stored:  # last, so that nothing waits for the largest magnitude
                 encode(m, count, scale[0], book, codes, work)
-
-
-@compiled
-def _factored(leaf, scalars, book, options, tile, first_tile, last_tile, room):
-    """Step column tiles `first_tile..last_tile` of a row tile; its edges must be edges of blocks."""
-    first_row, rows, _, _ = _row_tile(leaf, tile)
-    start, stop = first_tile * leaf[TILE_COLUMNS], min(last_tile * leaf[TILE_COLUMNS], leaf[COLUMNS])
-    _tile_statistics(leaf, scalars, options, tile, first_tile, last_tile, room)
-    _update_rows(leaf, scalars, book, options, first_row, rows, start, stop, room)
 
 
 @kept
@@ -356,11 +348,12 @@ def step(source):
             task = integers(tasks.ctypes.data + 40 * n)
             leaf = integers(table.ctypes.data + 8 * FIELDS * task[0])
             own = floats(scalars.ctypes.data + 4 * SCALARS * task[0])
+            first, last, left, right = task[1], task[2], task[3], task[4]
             if leaf[POLICY] == DENSE_LEAF:
-                _dense_leaf(leaf, own, options, task[1], task[2], room)
-            elif leaf[POLICY] == FACTORED:
-                _factored(leaf, own, book, options, task[1], task[3], task[4], room)
-            else:
-                _update_rows(leaf, own, book, options, task[1], task[2] - task[1], task[3], task[4], room)
+                _dense_leaf(leaf, own, options, first, last, room)
+                continue
+            if leaf[POLICY] == FACTORED:
+                first, last, left, right = _tile_statistics(leaf, own, options, first, left, right, room)
+            _update_rows(leaf, own, book, options, first, last, left, right, room)
 
     return run
