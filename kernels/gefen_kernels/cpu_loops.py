@@ -275,31 +275,60 @@ def moment(book, codes, top, decay, rest, count, g, m):
 
 
 @compiled
-def encode(x, count, top, book, codes, ratios):
+def encode(x, count, top, book, codes, ratios, limits):
     """Codes of `x / top`: a start from the cell, then comparisons; see `gefen_kernels.cpu.Codebook`.
 
-    The look-ups have loops of their own, so that the others are vectorised; `ratios` is scratch.
+    The last two are scratch.
     """
-    _, bounds, starts, _, planes, comparisons, first, number, of_zero = book
+    first, number, of_zero = book[6], book[7], book[8]
     if not (top > F32(0) and top < INFINITE):  # then a ratio is 0 or not finite
         for j in range(count):
             codes[j] = of_zero if x[j] / top == F32(0) else U8(128)
         return
+    whole = count - count % GROUP if LOOKS_UP else 0
+    _encode_groups(x, whole, top, book, codes, ratios)
+    _encode_one_by_one(after(x, whole), count - whole, top, book, after(codes, whole), ratios, limits)
+    for j in range(count):
+        codes[j] = U8(128) if U8(codes[j] - first) < number else codes[j]
+
+
+@inlined
+def _cell(bits):
+    """The cell of a ratio's magnitude: halving the bits of a float about takes its root."""
+    return U32(I32(_as_float(((bits & U32(0x7FFFFFFF)) >> U32(1)) + U32(0x1FC00000)) * F32(CELLS - 1)))
+
+
+@compiled
+def _encode_groups(x, count, top, book, codes, ratios):
+    for j in range(count):
+        ratio = x[j] / top
+        ratios[j] = ratio
+        codes[j] = U8(_cell(_bits(ratio)))
+    start_codes(book[2], codes, count // GROUP, ratios)
+    for _ in range(book[5]):
+        pass_bounds(book[4], codes, count // GROUP, ratios)
+
+
+@compiled
+def _encode_one_by_one(x, count, top, book, codes, ratios, limits):
+    """Look-ups have loops of their own, so that the others are vectorised."""
+    bounds, starts, comparisons = book[1], book[2], book[5]
     for j in range(count):
         ratio = x[j] / top
         ratios[j] = ratio
         bits = _bits(ratio)
-        codes[j] = U8(I32(_as_float(((bits & U32(0x7FFFFFFF)) >> U32(1)) + U32(0x1FC00000)) * F32(CELLS - 1)))
-    whole = count - count % GROUP if LOOKS_UP else 0
-    start_codes(starts, codes, whole // GROUP, ratios)
-    for j in range(whole, count):
-        codes[j] = starts[I64(codes[j]) + I64(_bits(ratios[j]) >> U32(31)) * CELLS]
-    for _ in range(comparisons):
-        pass_bounds(planes, codes, whole // GROUP, ratios)
-        for j in range(whole, count):
-            codes[j] = U8(codes[j] + U8(ratios[j] > bounds[codes[j]]))
+        limits[j] = _as_float(_cell(bits) + (bits >> U32(31)) * U32(CELLS))
     for j in range(count):
-        codes[j] = U8(128) if U8(codes[j] - first) < number else codes[j]
+        k = starts[_bits(limits[j])]
+        codes[j] = k
+        limits[j] = bounds[k]
+    for _ in range(1, comparisons):
+        for j in range(count):
+            k = U8(codes[j] + U8(ratios[j] > limits[j]))
+            codes[j] = k
+            limits[j] = bounds[k]
+    for j in range(count):
+        codes[j] = U8(codes[j] + U8(ratios[j] > limits[j]))
 
 
 @kept

@@ -48,7 +48,7 @@ def moment(
     lie = (KINDS[g.dtype], columns, min(block, max(columns, 1)), _DRIVES[drive])
 
     def work(part: Ints) -> None:
-        step(addresses, lie, numbers, code, part[0, 0], part[-1, 1], np.empty(2 * lie[2], np.float32))
+        step(addresses, lie, numbers, code, part[0, 0], part[-1, 1], np.empty(3 * lie[2], np.float32))
 
     total = absmax.numel()
     tasks = np.array([(first, min(first + _BLOCKS, total)) for first in range(0, total, _BLOCKS)], np.int64)
@@ -58,7 +58,7 @@ def moment(
 
 
 @compiled
-def _block(kind, addresses, first, index, count, drive, numbers, book, own, ratios):
+def _block(kind, addresses, first, index, count, drive, numbers, book, own, ratios, limits):
     """Block number `index`, entries `first..first + count` of the leaf."""
     decay, rest = numbers
     if kind == FP32:
@@ -70,7 +70,7 @@ def _block(kind, addresses, first, index, count, drive, numbers, book, own, rati
     top, d = floats(addresses[2] + 4 * index)[0], floats(addresses[3] + 4 * first)
     scale = floats(addresses[5] + 4 * index)
     scale[0] = moment_of_block(book, old, top, decay, rest, count, g, d)
-    encode(d, count, scale[0], book, new, ratios)
+    encode(d, count, scale[0], book, new, ratios, limits)
     if drive == 0:
         return
     decode(book, new, count, d)
@@ -94,7 +94,7 @@ def step(source):
         code: the codebook, see `cpu.Codebook`.
         first: the first block.
         last: one past the last.
-        scratch: fp32 `[2 * block]`.
+        scratch: fp32 `[3 * block]`.
     """
 
     def run(addresses, lie, numbers, code, first, last, scratch):
@@ -106,6 +106,8 @@ def step(source):
         for index in range(first, last):
             left = index % blocks * block
             begin, count = index // blocks * columns + left, min(block, columns - left)
-            _block(kind, where, begin, index, count, drive, numbers, book, own, after(own, block))
+            _block(
+                kind, where, begin, index, count, drive, numbers, book, own, after(own, block), after(own, 2 * block)
+            )
 
     return run

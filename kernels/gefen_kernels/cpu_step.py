@@ -308,13 +308,13 @@ def _update_rows(leaf, scalars, book, options, first_row, last_row, start, stop,
             codes, scale = codes_at(leaf[MU] + first), floats(leaf[ABSMAX] + 4 * index)
             scale[0] = moment(book, codes, scale[0], scalars[B1], scalars[NOT_B1], count, g, m)
             if from_stored:
-                encode(m, count, scale[0], book, codes, work)
+                encode(m, count, scale[0], book, codes, work, spare)
                 decode(book, codes, count, m)
                 for j in range(count):
                     m[j] = m[j] * scale[0]
             _apply(leaf, scalars, first, count, m, root, work)
             if not from_stored:  # last, so that nothing waits for the largest magnitude
-                encode(m, count, scale[0], book, codes, work)
+                encode(m, count, scale[0], book, codes, work, spare)
 
 
 @kept
