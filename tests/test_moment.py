@@ -51,11 +51,13 @@ def test_loops_give_the_references_bits(shape, block, start, ties):
 
 
 def test_the_number_of_threads_changes_no_bit(monkeypatch):
-    arguments, lie = given((1200, 70), 32, 1, BOOKS["zero"]), {"block": 32, "drive": "ahead"}
+    arguments, lie = given((1200, 300), 256, 1, BOOKS["zero"]), {"block": 256, "drive": "ahead"}
     outs = []
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        outs.append(ops.moment(*arguments, **lie))
+        p = torch.ones(1100, 1000)
+        ops.descend(p, torch.linspace(0, 1, 1_100_000).reshape(1100, 1000), 1.7, -0.3, 0.1)
+        outs.append((*ops.moment(*arguments, **lie), p))
     assert all(same(a, b) for out in outs[1:] for a, b in zip(outs[0], out, strict=True))
 
 

@@ -30,7 +30,7 @@ def normalized(x: Tensor, eps: float) -> Tensor:
     out, size, kind = torch.empty_like(x, dtype=torch.bfloat16), x[0].numel(), KINDS[x.dtype]
     pieces = [(n, first, min(first + _TASK, size)) for n in range(len(x)) for first in range(0, size, _TASK)]
     tasks = np.array([(n * size + first, n * size + last, n) for n, first, last in pieces], np.int64)
-    weights = tasks[:, 1] - tasks[:, 0]
+    weights = (tasks[:, 1] - tasks[:, 0]) // 8  # a whole step takes some eight times as long as either pass
 
     def add(part: Ints) -> list[float]:
         scratch = np.empty(_RUN, np.float32)
