@@ -1,0 +1,71 @@
+"""What commands show: tables as text, bars on the error stream, so that standard output stays machine-readable."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+Watch = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
+"""Shows work under a label, of so many parts; inside, what is given is called after each part."""
+
+
+@contextmanager
+def silent(label: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show nothing."""
+    yield lambda: None
+
+
+@contextmanager
+def bar(label: str, total: int) -> Iterator[Callable[[], None]]:
+    """Show a bar on the error stream; nothing where rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        yield lambda: None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda: progress.advance(task)
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Lines with columns of one width each; all rows are of one length, the first one holds the headings.
+
+    Args:
+        rows: of cells.
+        left: so many columns, and the last one, begin at their left edge; the others, of numbers, end at the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    last = len(widths) - 1
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if n < left or n == last else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def size(number: float) -> str:
+    """Bytes with a unit of a thousand, a million or a thousand million."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= scale:
+            return f"{number / scale:,.3f} {unit}"
+    return f"{number:,.0f} B"
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure of matplotlib, in inches.
+
+    Raises:
+        ImportError: if it is not installed.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"Pictures are drawn by matplotlib: {error}. Run `pip install 'gefen-fn[demo]'`.") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

@@ -1,0 +1,183 @@
+"""Finding a learning rate: a range test says where to look, short runs at round rates say which one.
+
+The range test raises the rate exponentially from step to step (Smith, "Cyclical learning rates", arXiv 1506.01186): its
+loss falls while steps help, and rises when they are too long. A quarter of the rate at its minimum is where short runs
+begin: each warms up, decays to zero and is judged, and the best rate's neighbours are tried until both are worse.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+
+from gefen_nn.console import Watch, silent, table
+from gefen_nn.task import Build, Run, Task, build_named
+
+_DIGITS = (1, 2, 5)
+_LEAST_RUNS = 3
+
+
+class LrReport(NamedTuple):
+    """What `lr_find` found; printed, it is a table of the short runs.
+
+    Attributes:
+        suggestion: the best rate of the short runs.
+        enclosed: whether rates on both sides of it were worse; else `runs` ended the search at an edge.
+        range_test: rate and training loss of each step, until the loss had doubled or was not finite.
+        sweep: loss of a short run at each rate, in ascending order of rates; infinite where it diverged.
+        start: loss before the first step.
+        steps: of a short run.
+        judged_by: "held-out loss", or "training loss" of the last tenth of a run.
+    """
+
+    suggestion: float
+    enclosed: bool
+    range_test: tuple[tuple[float, float], ...]
+    sweep: tuple[tuple[float, float], ...]
+    start: float
+    steps: int
+    judged_by: str
+
+    def __str__(self) -> str:
+        """The short runs, and the suggestion with its limits."""
+        rows = [("lr", self.judged_by, "")]
+        rows += [(f"{lr:g}", _shown(loss), "best" if lr == self.suggestion else "") for lr, loss in self.sweep]
+        edge = "" if self.enclosed else " It lies at an edge of what was tried: allow more runs, or another range."
+        horizon = f"Best of runs of {self.steps} steps; much longer runs usually want a lower one."
+        return f"{table(rows, left=0)}\nsuggested: lr={self.suggestion:g}. {horizon}{edge}"
+
+
+def _shown(loss: float) -> str:
+    return f"{loss:.4f}" if math.isfinite(loss) else "diverged"
+
+
+def lr_find(
+    make_run: Task,
+    optimizer: str | Build = "gefen",
+    *,
+    low: float = 1e-6,
+    high: float = 1.0,
+    range_steps: int = 100,
+    steps: int = 100,
+    runs: int = 8,
+    seed: int = 0,
+    watch: Watch = silent,
+) -> LrReport:
+    """Find a learning rate for a model, its data and an optimizer.
+
+    Args:
+        make_run: makes a `gefen_nn.task.Run` of a seed: a fresh model, and its loss on the next batch.
+        optimizer: a name in `gefen_nn.task.BUILDS`, or a function of a model and a learning rate.
+        low: first rate of the range test.
+        high: its last.
+        range_steps: of the range test.
+        steps: of each short run.
+        runs: most short runs; each costs `steps`.
+        seed: of every run, so that rates alone differ.
+        watch: shows progress.
+
+    Raises:
+        ValueError: for numbers out of range, or if no run ends with a finite loss.
+    """
+    _check(low, high, range_steps, steps, runs)
+    build = build_named(optimizer) if isinstance(optimizer, str) else optimizer
+    first = make_run(seed)
+    with watch("range test", range_steps) as advance:
+        test = tuple(_range_test(first, build, low, high, range_steps, advance))
+
+    def judge(place: int) -> float:
+        with watch(f"short run, lr {_rate(place):g}", steps + 1) as advance:
+            return _short_run(make_run(seed), build, _rate(place), steps, advance)
+
+    losses = _descend(judge, _nearest_place(_guess(test)), runs)
+    best = min(losses, key=losses.__getitem__)
+    if not math.isfinite(losses[best]):
+        rates = [f"{_rate(place):g}" for place in sorted(losses)]
+        raise ValueError(f"A short run must end with a finite loss: got none at {', '.join(rates)}. Look at the task.")
+    sweep = tuple((_rate(place), losses[place]) for place in sorted(losses))
+    judged_by = "training loss" if first.held_out is None else "held-out loss"
+    return LrReport(_rate(best), {best - 1, best + 1} <= losses.keys(), test, sweep, test[0][1], steps, judged_by)
+
+
+def _check(low: float, high: float, range_steps: int, steps: int, runs: int) -> None:
+    if not 0.0 < low < high < math.inf:
+        raise ValueError(f"`low` and `high` must be 0 < low < high: got {low} and {high}. Use 1e-6 and 1.")
+    for name, value, least in (("range_steps", range_steps, 10), ("steps", steps, 10), ("runs", runs, _LEAST_RUNS)):
+        if value < least:
+            raise ValueError(f"`{name}` must be at least {least}: got {value}. Use more.")
+
+
+def _rate(place: int) -> float:
+    """Round rates by number: 0 is 1, 1 is 2, 2 is 5, 3 is 10, -1 is 0.5."""
+    exponent, digit = divmod(place, len(_DIGITS))
+    return float(f"{_DIGITS[digit]}e{exponent}")
+
+
+def _nearest_place(lr: float) -> int:
+    around = range(3 * math.floor(math.log10(lr)) - 1, 3 * math.floor(math.log10(lr)) + 5)
+    return min(around, key=lambda place: abs(math.log(_rate(place) / lr)))
+
+
+def _steps(run: Run, build: Build, lr: float, factor: Callable[[int], float]) -> Iterator[float]:
+    """Train; yields the loss before each step, as long as it is asked for."""
+    optimizer = build(run.model, lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+    while True:
+        optimizer.zero_grad()
+        loss = run.loss()
+        yield float(loss.detach())
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        optimizer.step()
+        schedule.step()
+
+
+def _range_test(
+    run: Run, build: Build, low: float, high: float, steps: int, advance: Callable[[], None]
+) -> Iterator[tuple[float, float]]:
+    """Rate and loss of each step; the loss is the one after the step before, so it judges the rates up to there."""
+    growth, first = (high / low) ** (1 / (steps - 1)), math.nan
+    for at, loss in zip(range(steps), _steps(run, build, low, lambda at: growth**at), strict=False):
+        first = loss if at == 0 else first
+        if at and not loss <= first + abs(first):  # a NaN is not
+            return
+        yield low * growth**at, loss
+        advance()
+
+
+def _guess(test: tuple[tuple[float, float], ...]) -> float:
+    """A quarter of the rate at which the smoothed loss is least."""
+    half = max(1, len(test) // 20)
+    losses = [loss for _, loss in test]
+    smooth = [fmean(losses[max(0, at - half) : at + half + 1]) for at in range(len(losses))]
+    return test[min(range(len(test)), key=smooth.__getitem__)][0] / 4
+
+
+def _short_run(run: Run, build: Build, lr: float, steps: int, advance: Callable[[], None]) -> float:
+    """The loss that a run is judged by; infinite if it is not finite."""
+    tenth, losses = max(1, steps // 10), []
+
+    def factor(at: int) -> float:
+        return min((at + 1) / tenth, (steps - at) / (steps - tenth + 1))
+
+    for _, loss in zip(range(steps + 1), _steps(run, build, lr, factor), strict=False):
+        losses.append(loss)
+        if not math.isfinite(loss):
+            return math.inf
+        advance()
+    with torch.no_grad():
+        judged = fmean(losses[-tenth:]) if run.held_out is None else float(run.held_out())
+    return judged if math.isfinite(judged) else math.inf
+
+
+def _descend(judge: Callable[[int], float], start: int, runs: int) -> dict[int, float]:
+    """Losses by place, from a start downhill until both neighbours of the least are known."""
+    known = {start: judge(start)}
+    while len(known) < runs:
+        best = min(known, key=known.__getitem__)
+        wanted = next((near for near in (best - 1, best + 1) if near not in known), None)
+        if wanted is None:
+            break
+        known[wanted] = judge(wanted)
+    return known
