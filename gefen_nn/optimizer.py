@@ -21,16 +21,8 @@ from gefen_fn.tree import StructureError, check_floating
 from gefen_kernels import ops
 from gefen_nn import checkpoint, groups, state_view
 from gefen_nn.hooks import call, run_post_hooks, run_pre_hooks
+from gefen_nn.kept import Kept
 from gefen_nn.vote import Gradients, Phases, Scaler, agreed
-
-
-class _Kept:
-    """What a step replaces; an object of its own, as torch.compile forgets what is assigned to an optimizer."""
-
-    def __init__(self) -> None:
-        self.state: OptState = None
-        self.seen: dict[str, tuple[Any, ...]] = {}
-        self.skipped = False
 
 
 class TransformOptimizer(torch.optim.Optimizer):
@@ -74,7 +66,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         fused: bool | None = None,
         capturable: bool = False,
     ) -> None:
-        self._kept = _Kept()
+        self._kept = Kept()
         check_transform(tx)
         self._tx, self._capturable = tx, capturable
         self._fused = None if fused is False else fuse(tx)
@@ -117,6 +109,11 @@ class TransformOptimizer(torch.optim.Optimizer):
     def state(self, value: Any) -> None:
         if self._ready:
             raise AttributeError("`state` is a view: got an assignment. Use `load_state_dict`.")
+
+    @property
+    def kept(self) -> Kept:
+        """What steps and loads replace, and whether one of them failed half-way."""
+        return self._kept
 
     @property
     def step_was_skipped(self) -> bool:
@@ -261,7 +258,8 @@ class TransformOptimizer(torch.optim.Optimizer):
             StructureError: for a gradient that is sparse, complex or of another shape.
             ValueError: for a group's value that is no number or out of range; tensors are not read, and a compiled step
                 does not check.
-            RuntimeError: for a non-finite gradient, if `error_if_nonfinite`; for a captured step that cannot be one.
+            RuntimeError: for a non-finite gradient, if `error_if_nonfinite`; for a captured step that cannot be one; if
+                a step or a load failed while it wrote.
             GroupFailure: for any of these on a member of the group, or if members differ.
         """
         with torch.no_grad():  # as a decorator it would hide the step from torch.compile
@@ -275,6 +273,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         if hooked:
             closure = phases.attempt("pre-hooks", lambda: run_pre_hooks(self, closure))
         loss = phases.attempt("closure", lambda: call(closure))
+        phases.attempt("structure", self._kept.check_whole)
         params = phases.attempt("structure", self._sync)
         grads = phases.attempt("gradients", lambda: self._gradients(params or {}))
         scaler = phases.attempt("scaler", lambda: Scaler.of(self))
@@ -316,10 +315,12 @@ class TransformOptimizer(torch.optim.Optimizer):
     def _stepped(self, grads: Gradients, state: OptState, params: dict[str, Tensor], known: dict[str, Any]) -> OptState:
         """The next state; parameters, and the state's tensors where fused or capturable, are written in place."""
         if self._fused is not None and not torch.compiler.is_compiling():
-            return self._fused(grads, state, params, **known)
+            with self._kept.stepping(self._fused):
+                return self._fused(grads, state, params, **known)
         updates, new = self._tx.update(grads, state, params)
-        write_updates(params, updates)
-        return write_state(state, new) if self._capturable and not torch.compiler.is_compiling() else new
+        with self._kept.writing("step"):
+            write_updates(params, updates)
+            return write_state(state, new) if self._capturable and not torch.compiler.is_compiling() else new
 
     def _check(self, grads: dict[str, Tensor | None], params: dict[str, Tensor]) -> None:
         given = {name: g for name, g in grads.items() if g is not None}
@@ -347,7 +348,7 @@ class TransformOptimizer(torch.optim.Optimizer):
 
         Raises:
             CheckpointError: naming the key that is missing, extra, misshapen or damaged.
-            GroupFailure: if it fails on another member of the group; all members call this.
+            GroupFailure: if it fails on another member of the group: on shards this is a collective, called by all.
         """
         report = self._restore(state_dict, strict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -356,11 +357,13 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def _restore(self, state_dict: dict[str, Any], strict: bool) -> checkpoint.LoadReport:
         loaded = together(lambda: self._loaded(state_dict, strict), self._group(), "load_state_dict")
-        for target, given in zip(self.param_groups, loaded.values, strict=True):
-            checkpoint.fill_group(target, given)
-        state = write_state(loaded.before, loaded.after) if self._capturable else loaded.after
-        self._kept.seen = loaded.seen
-        self._kept.state = self._with_hyperparams(state)
+        with self._kept.writing("load_state_dict"):
+            for target, given in zip(self.param_groups, loaded.values, strict=True):
+                checkpoint.fill_group(target, given)
+            state = write_state(loaded.before, loaded.after) if self._capturable else loaded.after
+            self._kept.seen = loaded.seen
+            self._kept.state = self._with_hyperparams(state)
+        self._kept.half_done = ""
         return loaded.report
 
     def _loaded(self, state_dict: dict[str, Any], strict: bool) -> checkpoint.Loaded:
@@ -381,11 +384,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         """A copy with its own parameters and state, without hooks or a scheduler's wrapper of `step`, as in torch."""
         new = type(self).__new__(type(self))
         memo[id(self)] = new
-        own = {
-            k: v
-            for k, v in self.__dict__.items()
-            if k not in ("_tx", "_fused", "step") and not k.startswith("_optimizer_")
-        }
+        left = ("_tx", "_fused", "step")
+        own = {k: v for k, v in self.__dict__.items() if k not in left and not k.startswith("_optimizer_")}
         new.__dict__.update(deepcopy(own, memo), _tx=self._tx, _fused=None if self._fused is None else fuse(self._tx))
         new.__setstate__({})
         return new
