@@ -36,12 +36,17 @@ $(PEERS)/.installed: pyproject.toml constraints.txt
 	$(PEERS)/bin/pip install --quiet --no-deps --target $(PEERS)/gefen-original gefen==1.2.3
 	touch $@
 
+# The site, from the pages and notebooks in `notebooks/` and the docstrings: open site/index.html.
+.PHONY: docs
+docs: $(STAMP)
+	$(BIN)/sphinx-build -W --keep-going --quiet notebooks site
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .venv-peers demo-out bench-out
+	rm -rf $(VENV) .venv-peers demo-out bench-out site
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

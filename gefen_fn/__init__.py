@@ -26,8 +26,8 @@ An optimizer is an expression over any tree of tensors, in optax's grammar; its 
   `calibrate`, `refresh`, `learn_codebook`, `default_codebook`, `gradient_histogram`, `Quantized`, `quantize`,
   `dequantize`, `requantize`
 - states and reports: `describe`, `state_bytes`, `flatten_state`, `unflatten_state`, `compare_names`, `tree_get`,
-  `tree_set`, `fuse`; a state's class is named like its transform, as `ScaleByAdamState`; what does not fit together
-  raises `StructureError`
+  `tree_set`, `tree_map` for transforms of your own, `fuse`; a state's class is named like its transform, as
+  `ScaleByAdamState`; what does not fit together raises `StructureError`
 """
 
 from gefen_fn.accumulate import ApplyIfFiniteState, MultiSteps, MultiStepsState, apply_if_finite, has_updated
@@ -101,7 +101,7 @@ from gefen_fn.state_io import (
     tree_set,
     unflatten_state,
 )
-from gefen_fn.tree import StructureError
+from gefen_fn.tree import StructureError, tree_map
 from gefen_kernels import NS_COEFFS, default_codebook, find_block, learn_codebook, orthogonalize
 
 __version__ = "0.1.0"
@@ -210,6 +210,7 @@ __all__ = [
     "stochastic_rounding",
     "trace",
     "tree_get",
+    "tree_map",
     "tree_set",
     "unflatten_state",
     "warmup_cosine_decay_schedule",

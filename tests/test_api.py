@@ -11,6 +11,7 @@ SIGNATURES = {
     "apply_updates": "params, updates",
     "incremental_update": "new_tensors, old_tensors, step_size",
     "stateless": "f",
+    "tree_map": "f, tree, *rest, skip_none=True, is_leaf=None",
     "identity": "",
     "set_to_zero": "",
     "with_extra_args_support": "tx",

@@ -41,7 +41,7 @@ def learn_codebook(histogram: Tensor, *, levels: int = 256, zero: bool = True, s
         histogram: int64 counts `[2n]` of block-scaled entries in equal bins on [-1, 1], exact zeros not counted.
         levels: even size of the codebook, from 4 to 256.
         zero: pin a level at exactly 0.
-        symmetric: fold the bins to |x| and mirror the magnitudes, so that `codebook[i] == -codebook[levels - 1 - i]`
+        symmetric: fold the bins to `|x|` and mirror the magnitudes, so that `codebook[i] == -codebook[levels - 1 - i]`
             to the bit; with `zero`, 0 then stands twice in the middle.
 
     Returns:
