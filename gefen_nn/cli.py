@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 
 import gefen_fn
-from gefen_nn import cli_demo, cli_lr_find, cli_memory
+from gefen_nn import cli_compare, cli_demo, cli_lr_find, cli_memory
 
-_COMMANDS = {"demo": cli_demo, "lr-find": cli_lr_find, "memory": cli_memory}
+_COMMANDS = {"compare": cli_compare, "demo": cli_demo, "lr-find": cli_lr_find, "memory": cli_memory}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

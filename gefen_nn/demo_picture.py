@@ -15,6 +15,8 @@ try:
 except ImportError as error:
     raise ImportError(f"`gefen demo` draws with matplotlib: {error}. Run `pip install 'gefen-fn[demo]'`.") from error
 
+from gefen_nn.curves import smoothed
+
 # From Okabe and Ito's palette for the colour-blind; they differ in lightness too, for those who print in grey.
 _COLORS = {"adamw": "#d55e00", "gefen": "#0072b2", "gefen_muon": "#009e73"}
 # The first two curves often lie on each other: the wide one is drawn first and shows on both sides of the narrow one,
@@ -60,19 +62,6 @@ def picture(report: dict[str, Any]) -> Figure:
     *steps, last = (f"{row['step_ms']:.0f}" for row in rows.values())
     times.set_xlabel(f"of {', '.join(steps)} and {last} ms a step" if steps else f"of {last} ms a step")
     return figure
-
-
-def smoothed(losses: list[float], half: int) -> list[float]:
-    """Centred means; near the start the window shrinks on both sides, so that the fall is not flattened.
-
-    Args:
-        losses: One a step.
-        half: Steps averaged before and after each.
-
-    Returns:
-        As many means as losses.
-    """
-    return [fmean(losses[at - min(at, half) : at + min(at, half) + 1]) for at in range(len(losses))]
 
 
 def _headline(report: dict[str, Any]) -> str:

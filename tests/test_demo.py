@@ -12,9 +12,10 @@ import torch
 from matplotlib.text import Text as Label
 
 from gefen_nn import cli
+from gefen_nn.curves import smoothed
 from gefen_nn.demo_data import batch_at, standard_library_text
 from gefen_nn.demo_model import Decoder, next_byte_loss
-from gefen_nn.demo_picture import picture, smoothed
+from gefen_nn.demo_picture import picture
 from gefen_nn.demo_report import show
 from gefen_nn.demo_train import (
     LABELS,

@@ -1,0 +1,59 @@
+"""`gefen compare`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from gefen_nn.arguments import Within, folder, positive
+from gefen_nn.compare import Plan, run_plan
+from gefen_nn.compare_report import publish
+from gefen_nn.console import bar
+from gefen_nn.language_task import language
+from gefen_nn.task import BUILDS, build_named, function_named
+
+HELP = "train a model with several optimizers and compare what comes of it"
+_EPILOG = """Every optimizer is trained over a grid of rates, which grows by factors of two until its best one
+is enclosed, then with more seeds at its own best rate, at the best one of the first optimizer and at
+twice that. Each run is a line of runs.jsonl in the folder: a stopped comparison is carried on.
+
+The task is a function of a seed that makes a fresh run of yours (see `gefen lr-find --help`), whose
+field `held_out` gives the loss that judges. An optimizer may be module:function too, of the model
+and a learning rate:
+
+    gefen compare --task my_module:task --optimizer adamw,gefen,my_module:mine"""
+_USUAL, _QUICK = {"steps": 300, "seeds": 3}, {"steps": 60, "seeds": 2}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
+    names = ",".join(BUILDS)
+    parser.add_argument("--task", metavar="MODULE:FUNCTION", help="see below (default: a small language model)")
+    parser.add_argument("--optimizer", default=names, metavar="NAME[,NAME]", help="(default: %(default)s)")
+    parser.add_argument("--rates", type=_rates, default=[1e-3, 2e-3, 4e-3], metavar="LR[,LR]", help="to begin with")
+    parser.add_argument("--seeds", type=Within(1, 1000), help="of each optimizer (default: 3)")
+    parser.add_argument("--steps", type=Within(1, 10**9), help="of each run (default: 300)")
+    parser.add_argument("--quick", action="store_true", help="2 seeds and 60 steps, where you name no others")
+    parser.add_argument("--jump", type=positive, default=0.1, help="rise of the loss that counts (default: 0.1)")
+    parser.add_argument("--threads", type=Within(1, 1024), default=1, help="of torch (default: %(default)s)")
+    parser.add_argument("--out", type=folder, default=Path("compare-out"), help="for log, table and picture")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(call=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train what is missing; write `compare.json`, `compare.txt` and `compare.png`; print."""
+    builds = {name: build_named(name) for name in dict.fromkeys(arguments.optimizer.split(","))}
+    task = function_named(arguments.task) if arguments.task else language
+    sizes = {key: getattr(arguments, key) or (_QUICK if arguments.quick else _USUAL)[key] for key in _QUICK}
+    plan = Plan(arguments.task or "language", tuple(builds), arguments.rates, **sizes)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    found = run_plan(plan, task, builds, arguments.out / "runs.jsonl", threads=arguments.threads, watch=bar)
+    publish(plan, found, arguments.out, jump=arguments.jump, as_json=arguments.json)
+    return 0
+
+
+def _rates(text: str) -> list[float]:
+    """Rates of a grid, ascending."""
+    return sorted({positive(part) for part in text.split(",")})

@@ -1,0 +1,130 @@
+"""How a comparison shows itself: as a table, as JSON, as a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gefen_nn.compare import Plan
+from gefen_nn.compare_picture import draw
+from gefen_nn.compare_run import Cell, Outcome
+from gefen_nn.compare_stats import Losses, Row, rows_of
+from gefen_nn.console import table
+
+
+def publish(plan: Plan, found: Mapping[Cell, Outcome], out: Path, *, jump: float, as_json: bool = False) -> None:
+    """Prints a comparison, and writes `compare.txt`, `compare.json` and `compare.png`.
+
+    Args:
+        plan: What was compared.
+        found: The outcomes of all its cells.
+        out: An existing folder.
+        jump: Rise of the training loss from which a run is said to jump.
+        as_json: Print JSON instead of the table.
+
+    Raises:
+        ImportError: If matplotlib is not installed; all else is done then.
+    """
+    rows = rows_of(plan, found)
+    shown, values = text(plan, rows, jump), json.dumps(plain(plan, rows, found, jump), indent=1, allow_nan=False)
+    (out / "compare.txt").write_text(shown + "\n")
+    (out / "compare.json").write_text(values + "\n")
+    print(values if as_json else shown)
+    draw(plan, rows, out / "compare.png")
+
+
+def text(plan: Plan, rows: Sequence[Row], threshold: float) -> str:
+    """The table and how to read it.
+
+    Args:
+        plan: What was compared.
+        rows: See `compare_stats.rows_of`.
+        threshold: Rise from which a run is said to jump.
+
+    Returns:
+        Lines.
+    """
+    first, shared = plan.arms[0], rows[0].shared.lr
+    at = [f"at {shared:g}", f"from {first}", "jumps"], [f"at {2 * shared:g}", f"from {first}", "not worse", "jumps"]
+    head = ["arm", "best lr", "loss there", "range", *at[0], *at[1], "bytes/param", "optimizer ms"]
+    seeds = f"{plan.seeds} seeds" if plan.seeds > 1 else "1 seed"
+    return "\n".join(
+        [
+            f"{plan.task}: held-out loss after {plan.steps} steps, mean of {seeds}",
+            table([head, *(_cells(row, threshold) for row in rows)]),
+            f"from {first}: mean difference of the same seeds +- its standard error. not worse: seeds no higher than "
+            f"{first}'s.",
+            f"jumps: runs whose training loss rose by {threshold:g} or more, or that left the finite numbers.",
+        ]
+    )
+
+
+def _cells(row: Row, threshold: float) -> list[str]:
+    own, shared, twice = row.own, row.shared, row.twice
+    seeds = len(own.by_seed)
+    return [
+        row.arm,
+        f"{own.lr:g}",
+        _loss(own.mean),
+        f"{_loss(min(own.by_seed))} to {_loss(max(own.by_seed))}",
+        _loss(shared.mean),
+        _difference(shared),
+        f"{shared.jumps(threshold)}/{seeds}",
+        _loss(twice.mean),
+        _difference(twice),
+        f"{twice.not_worse()}/{seeds}",
+        f"{twice.jumps(threshold)}/{seeds}",
+        f"{row.state_bytes_per_param:.3f}",
+        f"{row.optimizer_ms:.2f}",
+    ]
+
+
+def _loss(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "diverged"
+
+
+def _difference(losses: Losses) -> str:
+    if not math.isfinite(losses.difference):
+        return "diverged"
+    error = "" if math.isnan(losses.error) else f" +-{losses.error:.3f}"
+    return f"{losses.difference:+.3f}{error}"
+
+
+def plain(plan: Plan, rows: Sequence[Row], found: Mapping[Cell, Outcome], threshold: float) -> dict[str, Any]:
+    """A comparison as JSON has it: no infinite numbers.
+
+    Args:
+        plan: What was compared.
+        rows: See `compare_stats.rows_of`.
+        found: The outcomes, whose versions are listed.
+        threshold: Rise from which a run is said to jump.
+
+    Returns:
+        Numbers, strings, lists and dictionaries.
+    """
+    versions: list[dict[str, Any]] = []
+    for outcome in found.values():
+        known = {k: v for k, v in outcome.provenance.items() if k not in ("ended", "load")}
+        versions += [] if known in versions else [known]
+    arms = {row.arm: _plain_row(row, threshold) for row in rows}
+    return {"plan": {**plan._asdict(), "arms": list(plan.arms)}, "jump": threshold, "made_by": versions, "arms": arms}
+
+
+def _plain_row(row: Row, threshold: float) -> dict[str, Any]:
+    judged = {name: _plain_losses(getattr(row, name), threshold) for name in ("own", "shared", "twice")}
+    sweep = {f"{lr:g}": _finite(loss) for lr, loss in row.sweep.items()}
+    return {**row._asdict(), **judged, "sweep": sweep}
+
+
+def _plain_losses(losses: Losses, threshold: float) -> dict[str, Any]:
+    lists = {name: [_finite(x) for x in getattr(losses, name)] for name in ("by_seed", "differences", "rises")}
+    numbers = {name: _finite(getattr(losses, name)) for name in ("mean", "difference", "error")}
+    counts = {"not_worse": losses.not_worse(), "jumps": losses.jumps(threshold)}
+    return {"lr": losses.lr, **lists, **numbers, **counts}
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None

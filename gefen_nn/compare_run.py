@@ -1,0 +1,204 @@
+"""One run of a comparison: a task trained with an optimizer at a learning rate from a seed, and what came of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timezone
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import gefen_fn
+from gefen_nn.console import Watch, silent
+from gefen_nn.demo_train import lr_factor, torch_threads
+from gefen_nn.task import Build, Run, Task
+
+
+class Cell(NamedTuple):
+    """What a run is known by; a run of the same cell is not made again.
+
+    Attributes:
+        task: Name of the task.
+        arm: Name of the optimizer.
+        lr: Peak of the learning rate.
+        seed: Of parameters and batches.
+        steps: Length of the run.
+    """
+
+    task: str
+    arm: str
+    lr: float
+    seed: int
+    steps: int
+
+
+class Outcome(NamedTuple):
+    """A finished run, as the log keeps it.
+
+    Attributes:
+        cell: Which run it was.
+        held_out: The loss on held-out data after the last step; None if it, or a training loss, was not finite.
+        losses: The training loss before each step, up to the first that was not finite.
+        parameters: Trained entries.
+        state_bytes: Of the optimizer, after the last step.
+        seconds: Of the whole run.
+        optimizer_ms: Median of the optimizer's steps.
+        provenance: Versions, threads, machine and time.
+    """
+
+    cell: Cell
+    held_out: float | None
+    losses: list[float]
+    parameters: int
+    state_bytes: int
+    seconds: float
+    optimizer_ms: float
+    provenance: dict[str, Any]
+
+    @property
+    def score(self) -> float:
+        """The held-out loss, infinite for a run that left the finite numbers."""
+        return math.inf if self.held_out is None else self.held_out
+
+
+def train(cell: Cell, task: Task, build: Build, *, threads: int = 1, watch: Watch = silent) -> Outcome:
+    """Makes one run: warm-up, then a cosine down to a twentieth of the peak (`demo_train.lr_factor`).
+
+    Args:
+        cell: Learning rate, seed and length; its names go into the outcome.
+        task: Makes the model and its losses.
+        build: Makes the optimizer, when the model's first gradients are there.
+        threads: Of torch; the bits of a sum depend on how many share it.
+        watch: Shows the steps.
+
+    Returns:
+        What came of it.
+
+    Raises:
+        ValueError: If the task has no held-out loss.
+    """
+    started = time.perf_counter()
+    with torch_threads(threads), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(cell.seed)
+        run = task(cell.seed)
+        _check(run, cell.task)
+        with watch(f"{cell.arm}, lr {cell.lr:g}, seed {cell.seed}", cell.steps) as took:
+            losses, times, optimizer = _steps(run, build, cell, took)
+        held_out = _judged(run) if len(losses) == cell.steps else math.nan
+    return Outcome(
+        cell,
+        held_out if math.isfinite(held_out) else None,
+        losses,
+        parameters=sum(p.numel() for p in run.model.parameters() if p.requires_grad),
+        state_bytes=state_bytes(optimizer),
+        seconds=round(time.perf_counter() - started, 3),
+        optimizer_ms=round(1e3 * median(times), 4) if times else 0.0,
+        provenance={**_provenance(), "threads": threads, **_moment()},
+    )
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the distinct storages on `optimizer.state`, whatever kinds of tensors it keeps.
+
+    Args:
+        optimizer: Anybody's; parameters and gradients that it keeps by reference are not state.
+
+    Returns:
+        Their sum.
+    """
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    own = {x.untyped_storage().data_ptr() for p in owned for x in (p, p.grad) if x is not None}
+    storages = (x.untyped_storage() for x in _tensors(list(optimizer.state.values())))
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(size for address, size in sizes.items() if address not in own)
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    """The plain tensors in nested containers and in tensors made of tensors."""
+    if isinstance(x, Tensor):
+        parts = x.__tensor_flatten__()[0] if hasattr(x, "__tensor_flatten__") else []
+        yield from (t for part in parts for t in _tensors(getattr(x, part))) if parts else [x]
+    elif isinstance(x, (Mapping, list, tuple)):
+        for value in x.values() if isinstance(x, Mapping) else x:
+            yield from _tensors(value)
+
+
+def _check(run: Any, task: str) -> None:
+    if not isinstance(run, Run):
+        raise ValueError(
+            f"A task must return a gefen_nn.task.Run: got {type(run).__name__} from {task}. Return Run(model, loss, "
+            "held_out)."
+        )
+    if run.held_out is None:
+        raise ValueError(
+            f"`compare` judges by held-out data: the runs of {task} have none. Give them held_out=, a function that "
+            "returns a float."
+        )
+
+
+def _steps(
+    run: Run, build: Build, cell: Cell, took: Callable[[], None]
+) -> tuple[list[float], list[float], torch.optim.Optimizer]:
+    """Losses, seconds of the optimizer's steps, and the optimizer; ends early at a loss that is not finite."""
+    losses: list[float] = []
+    times: list[float] = []
+    optimizer: torch.optim.Optimizer | None = None
+    run.model.train()
+    while len(losses) < cell.steps:
+        loss = run.loss()
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves `backward` unannotated
+        if optimizer is None:
+            optimizer = build(run.model, cell.lr)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: lr_factor(at, cell.steps))
+        if not math.isfinite(value := loss.item()):
+            break
+        before = time.perf_counter()
+        optimizer.step()
+        times.append(time.perf_counter() - before)
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(round(value, 5))
+        took()
+    assert optimizer is not None  # cell.steps >= 1
+    return losses, times, optimizer
+
+
+@torch.no_grad()
+def _judged(run: Run) -> float:
+    assert run.held_out is not None
+    run.model.eval()
+    return float(run.held_out())
+
+
+@cache
+def _provenance() -> dict[str, str]:
+    versions = {"gefen-fn": gefen_fn.__version__, "torch": torch.__version__, "python": platform.python_version()}
+    return {**versions, "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores"} | _commit()
+
+
+def _commit() -> dict[str, str]:
+    """The commit that the package lies at, where it lies in its own repository; `+` if files differ from it."""
+    source = Path(gefen_fn.__file__)
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(source.parent), *words]
+        return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", source.name)
+        return {"commit": git("describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+")}
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+
+
+def _moment() -> dict[str, Any]:
+    return {"ended": datetime.now(timezone.utc).isoformat(timespec="seconds"), "load": round(os.getloadavg()[0], 2)}

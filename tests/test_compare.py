@@ -1,0 +1,181 @@
+"""Comparisons of optimizers: what is run, what is kept of it, and what is said about it."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from gefen_nn import Gefen, cli, compare_log
+from gefen_nn.compare import Plan, run_plan
+from gefen_nn.compare_picture import picture
+from gefen_nn.compare_report import plain, text
+from gefen_nn.compare_run import Cell, Outcome, state_bytes, train
+from gefen_nn.compare_stats import rows_of
+from gefen_nn.curves import batch_noise, largest_rise
+from gefen_nn.language_task import language
+from gefen_nn.task import BUILDS, Run
+
+BUILD = {"adamw": BUILDS["adamw"], "sgd": lambda model, lr: torch.optim.SGD(model.parameters(), lr)}
+PLAN = Plan("line", ("adamw", "sgd"), (0.1, 0.2), seeds=2, steps=4)
+MODULE = """
+import tests.test_compare
+line = tests.test_compare.line
+def halves(model, lr):
+    return tests.test_compare.BUILD["sgd"](model, lr / 2)
+"""
+
+
+def line(seed):
+    """A regression to 0 on noise that depends on the seed."""
+    model, source = torch.nn.Linear(8, 4), torch.Generator().manual_seed(seed)
+
+    def loss():
+        return F.mse_loss(model(torch.randn(16, 8, generator=source)), torch.zeros(16, 4))
+
+    return Run(model, loss, lambda: model.weight.square().sum().item())
+
+
+def made_up(score, plan=PLAN, rise=0.0):
+    """The outcomes of a plan whose held-out losses are `score(arm, lr, seed)`."""
+    found = {}
+    for cell in plan.cells(found):
+        held_out = score(cell.arm, cell.lr, cell.seed)
+        curve = [4.0 - at / 200 + (rise if at > 30 and cell.arm == "sgd" else 0) for at in range(60)]
+        found[cell] = Outcome(cell, held_out, curve if held_out else curve[:9], 100, 800, 1.0, 0.5, {"torch": "2"})
+    return found
+
+
+def test_the_command_trains_reports_and_is_carried_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MODULE)
+    command = ["compare", "--task", "mine:line", "--optimizer", "adamw,mine:halves", "--rates", "0.2,0.1"]
+    command += ["--seeds", "2", "--steps", "3", "--out", "out"]
+    assert cli.main(command) == 0
+    shown, log = capsys.readouterr().out, Path("out/runs.jsonl").read_bytes()
+    assert Path("out/compare.txt").read_text() == shown
+    assert shown.splitlines()[0] == "mine:line: held-out loss after 3 steps, mean of 2 seeds"
+    assert [words.split()[0] for words in shown.splitlines()[2:4]] == ["adamw", "mine:halves"]
+    assert Path("out/compare.png").read_bytes().startswith(b"\x89PNG")
+    assert cli.main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(Path("out/compare.json").read_text())
+    assert Path("out/runs.jsonl").read_bytes() == log
+
+
+@pytest.mark.parametrize(
+    "command, code, message",
+    [
+        (["--optimizer", "adam"], 1, "got 'adam'"),
+        (["--task", "json:dumps", "--steps", "1"], 1, "A task must return a gefen_nn.task.Run: got str"),
+        (["--task", "nowhere:task"], 1, "got no 'nowhere'"),
+        (["--rates", "1e-3,-1"], 2, "must be a number above 0: got '-1'"),
+        (["--seeds", "0"], 2, "must be an integer from 1"),
+    ],
+    ids=["optimizer", "task", "module", "rates", "seeds"],
+)
+def test_what_cannot_be_compared_is_refused_with_its_reason(command, code, message, tmp_path, capsys):
+    assert cli.main(["compare", *command, "--out", str(tmp_path)]) == code
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_held_out_data_is_refused():
+    with pytest.raises(ValueError, match="the runs of line have none"):
+        train(Cell("line", "sgd", 0.1, 0, 1), lambda seed: line(seed)._replace(held_out=None), BUILD["sgd"])
+
+
+@pytest.mark.parametrize(
+    "best, expected",
+    [(0.1, [0.1, 0.2, 0.05]), (0.2, [0.1, 0.2, 0.4]), (0.8, [0.1, 0.2, 0.4, 0.8, 1.6])],
+    ids=["lower-edge", "upper-edge", "far-above"],
+)
+def test_the_grid_grows_until_the_best_rate_is_enclosed(best, expected):
+    found = made_up(lambda arm, lr, seed: 1 + abs(math.log(lr / best)), PLAN._replace(arms=("sgd",), seeds=1))
+    assert [cell.lr for cell in found][: len(expected)] == expected
+    assert PLAN.best_rate("sgd", found) == best
+
+
+def test_a_grid_whose_runs_all_diverge_comes_to_an_end():
+    assert len(made_up(lambda arm, lr, seed: None, PLAN._replace(arms=("sgd",), seeds=1))) <= 13
+
+
+def test_each_arm_is_trained_at_its_own_rate_at_the_first_ones_and_at_twice_that_with_every_seed():
+    bests = {"adamw": 0.2, "sgd": 1.6}
+    found = made_up(lambda arm, lr, seed: abs(math.log2(lr / bests[arm])) + seed)
+    assert sorted(cell.lr for cell in found if cell.arm == "adamw" and cell.seed == 1) == [0.2, 0.4]
+    assert sorted(cell.lr for cell in found if cell.arm == "sgd" and cell.seed == 1) == [0.2, 0.4, 1.6]
+    own, shared, twice = rows_of(PLAN, found)[1][2:5]
+    assert (own.lr, own.mean, own.difference) == (1.6, 0.5, 0)
+    assert (shared.lr, shared.by_seed, shared.differences, shared.error) == (0.2, [3, 4], [3, 3], 0)
+    assert (twice.lr, twice.by_seed, twice.differences, twice.not_worse()) == (0.4, [2, 3], [1, 1], 0)
+
+
+def test_runs_of_one_seed_are_equal_and_of_another_are_not():
+    first, again, other = (train(Cell("line", "sgd", 0.1, seed, 3), line, BUILD["sgd"]) for seed in (0, 0, 1))
+    assert (first.losses, first.held_out) == (again.losses, again.held_out)
+    assert first.losses != other.losses
+    assert (first.parameters, first.state_bytes, first.provenance["threads"]) == (36, 0, 1)
+
+
+def test_a_run_that_leaves_the_finite_numbers_ends_there_and_counts_as_a_jump(tmp_path):
+    plan = PLAN._replace(arms=("adamw", "sgd"), rates=(1e30,), steps=5)
+    found = run_plan(plan, line, BUILD | {"adamw": lambda model, lr: BUILD["adamw"](model, 0.1)}, tmp_path / "log")
+    assert compare_log.read(tmp_path / "log") == found
+    ended = found[plan.cell("sgd", 1e30, 0)]
+    assert ended.held_out is None and len(ended.losses) < 5
+    row = rows_of(plan, found)[1]
+    assert row.shared.jumps(0.1) == 2 and "diverged" in text(plan, [row], 0.1)
+    assert plain(plan, [row], found, 0.1)["arms"]["sgd"]["shared"]["by_seed"] == [None, None]
+    picture(plan, rows_of(plan, found)).draw_without_rendering()
+
+
+def test_a_line_cut_short_is_run_again_and_a_damaged_one_is_named(tmp_path):
+    log = tmp_path / "runs.jsonl"
+    found = run_plan(PLAN, line, BUILD, log)
+    whole = log.read_text()
+    log.write_text(whole[:-9])
+    again = run_plan(PLAN, line, BUILD, log)
+    assert [out.losses for out in again.values()] == [out.losses for out in found.values()]
+    assert log.read_text().count("\n") == whole.count("\n")
+    log.write_text("{}\n" + whole)
+    with pytest.raises(ValueError, match=r"runs\.jsonl, line 1 is none \(KeyError: 'task'\)"):
+        compare_log.read(log)
+
+
+def test_a_jump_is_seen_through_the_noise_of_the_batches():
+    noise = torch.randn(200, generator=torch.Generator().manual_seed(0)).mul(0.2).tolist()
+    smooth = [2 + 3 * 0.98**at for at in range(200)]
+    jumping = [loss + (0.3 if 120 <= at < 150 else 0) for at, loss in enumerate(smooth)]
+    seen = [[loss + extra for loss, extra in zip(curve, noise, strict=True)] for curve in (smooth, smooth, jumping)]
+    common = batch_noise(seen)
+    assert largest_rise(seen[0], common) < 0.1 < 0.25 < largest_rise(seen[2], common) < 0.35
+    assert largest_rise(smooth, [0.0] * 200) == 0
+
+
+@pytest.mark.parametrize("rise, jumps", [(0.0, 0), (0.5, 2)], ids=["steady", "jumping"])
+def test_the_table_tells_the_share_of_runs_that_jump(rise, jumps):
+    plan = PLAN._replace(arms=("adamw", "gefen", "sgd"))
+    found = made_up(lambda arm, lr, seed: 1 + abs(math.log(lr / 0.2)), plan, rise)
+    shown = text(plan, rows_of(plan, found), 0.1).splitlines()
+    assert [words.split()[9] for words in shown[2:5]] == ["0/2", "0/2", f"{jumps}/2"]
+
+
+def test_bytes_of_state_count_distinct_storages_and_not_the_gradients():
+    model = torch.nn.Linear(64, 128)
+    F.mse_loss(model(torch.ones(2, 64)), torch.zeros(2, 128)).backward()
+    both = [BUILD["adamw"](model, 1e-3), Gefen(model.named_parameters(), 1e-3)]
+    for optimizer in both:
+        optimizer.step()
+    entries = 64 * 128 + 128
+    assert state_bytes(both[0]) / entries == pytest.approx(8, abs=0.01)
+    assert 1 < state_bytes(both[1]) / entries < 1.5
+
+
+def test_the_language_task_starts_at_chance_and_is_judged_on_the_same_files_whatever_the_seed():
+    torch.manual_seed(0)
+    run = language(3)
+    assert abs(run.loss().item() - math.log(256)) < 0.2 and run.loss() != run.loss()
+    torch.manual_seed(0)
+    assert language(4).held_out() == run.held_out()
