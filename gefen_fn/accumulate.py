@@ -7,7 +7,18 @@ import torch
 from torch import Tensor
 
 from gefen_fn import agree
-from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Updates, check_transform, made
+from gefen_fn.base import (
+    GradientTransformation,
+    OptState,
+    Params,
+    Recipe,
+    Updates,
+    Waits,
+    check_transform,
+    made_in_rounds,
+    started,
+)
+from gefen_fn.exchange import then
 from gefen_fn.scalar import capturing, check_int, check_state, new_count, squares_are_finite, under_vmap
 from gefen_fn.shards import local
 from gefen_fn.tree import Tree, check_floating, check_leaves, map_update, tree_leaves, tree_map
@@ -79,20 +90,16 @@ def MultiSteps(  # optax's name
             skip_state = should_skip_update_fn(tree_map(torch.zeros_like, params), new_count(), params)[1]
         return MultiStepsState(new_count(), new_count(), _flag(False), opt.init(params), sums, counts, skip_state)
 
-    def step(
-        updates: Updates, state: MultiStepsState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, MultiStepsState]:
-        out, inner = opt.update(updates, state.inner_opt_state, params, **extra)
-        return out, state._replace(
+    def step(updates: Updates, state: MultiStepsState, params: Params | None = None, **extra: Any) -> Waits:
+        stepped = state._replace(
             mini_step=torch.zeros_like(state.mini_step),
             gradient_step=state.gradient_step + 1,
             updated=torch.ones_like(state.updated),
-            inner_opt_state=inner,
         )
+        whole = started(opt, updates, state.inner_opt_state, params, **extra)
+        return then(whole, lambda out: (out[0], stepped._replace(inner_opt_state=out[1])))
 
-    def accumulate(
-        updates: Updates, state: MultiStepsState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, MultiStepsState]:
+    def accumulate(updates: Updates, state: MultiStepsState, params: Params | None = None, **extra: Any) -> Waits:
         k = int(every_k_schedule(state.gradient_step)) if callable(every_k_schedule) else every_k_schedule
         _check_k(k)
         state = _add(updates, state)
@@ -105,9 +112,7 @@ def MultiSteps(  # optax's name
         )
         return step(grads, cleared, params, **extra)
 
-    def update(
-        updates: Updates, state: MultiStepsState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, MultiStepsState]:
+    def start(updates: Updates, state: MultiStepsState, params: Params | None = None, **extra: Any) -> Waits:
         check_state(state, MultiStepsState)
         if every_step and should_skip_update_fn is None:
             return step(updates, state, params, **extra)
@@ -120,7 +125,7 @@ def MultiSteps(  # optax's name
         return (step if every_step else accumulate)(updates, state, params, **extra)
 
     options = {"use_grad_mean": use_grad_mean, "should_skip_update_fn": should_skip_update_fn}
-    return made(Recipe("MultiSteps", (opt, every_k_schedule), options), init, update)
+    return made_in_rounds(Recipe("MultiSteps", (opt, every_k_schedule), options), init, start)
 
 
 def has_updated(state: MultiStepsState) -> Tensor:
@@ -152,20 +157,19 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
     def init(params: Params) -> ApplyIfFiniteState:
         return ApplyIfFiniteState(new_count(), _flag(True), new_count(), inner.init(params))
 
-    def update(
-        updates: Updates, state: ApplyIfFiniteState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, ApplyIfFiniteState]:
+    def start(updates: Updates, state: ApplyIfFiniteState, params: Params | None = None, **extra: Any) -> Waits:
         check_state(state, ApplyIfFiniteState)
         _refuse_tracing("apply_if_finite", "Keep it outside, or use zero_nans.")
         finite = _all_finite(updates)
         in_a_row = torch.zeros_like(state.notfinite_count) if finite else state.notfinite_count + 1
         total = state.total_notfinite + (not finite)
-        out, inner_state = _zeros(updates), state.inner_state
-        if finite or int(in_a_row) > max_consecutive_errors:
-            out, inner_state = inner.update(updates, inner_state, params, **extra)
-        return out, ApplyIfFiniteState(in_a_row, _flag(finite), total, inner_state)
+        new = ApplyIfFiniteState(in_a_row, _flag(finite), total, state.inner_state)
+        if not finite and int(in_a_row) <= max_consecutive_errors:
+            return _zeros(updates), new
+        whole = started(inner, updates, state.inner_state, params, **extra)
+        return then(whole, lambda out: (out[0], new._replace(inner_state=out[1])))
 
-    return made(Recipe("apply_if_finite", (inner, max_consecutive_errors)), init, update)
+    return made_in_rounds(Recipe("apply_if_finite", (inner, max_consecutive_errors)), init, start)
 
 
 def _add(updates: Updates, state: MultiStepsState) -> MultiStepsState:

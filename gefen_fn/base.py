@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from gefen_fn.exchange import Later, finish
 from gefen_fn.scalar import Scalar, check_state, exact, rounded, wide_dtype
 from gefen_fn.tree import Tree, check_floating, tree_leaves, tree_map, tree_parts
 
@@ -36,6 +37,16 @@ class UpdateFn(Protocol):
         self, updates: Updates, state: OptState, params: Params | None = None, **extra: Any
     ) -> tuple[Updates, OptState]:
         """Transform the updates and return the next state; pure."""
+
+
+Waits = tuple[Updates, OptState] | Later[tuple[Updates, OptState]]
+
+
+class StartFn(Protocol):
+    """`start(updates, state, params=None, **extra) -> (updates, state)`, or a `Later` of them."""
+
+    def __call__(self, updates: Updates, state: OptState, params: Params | None = None, **extra: Any) -> Waits:
+        """Transform the updates as far as it goes without other members."""
 
 
 class GradientTransformation(NamedTuple):
@@ -90,6 +101,33 @@ def made(recipe: Recipe, init: InitFn, update: UpdateFn) -> GradientTransformati
     """Build a transform that carries its recipe; its text is written only when somebody looks."""
     update.recipe = recipe  # type: ignore[attr-defined]
     return GradientTransformation(init, update)
+
+
+def made_in_rounds(recipe: Recipe, init: InitFn, start: StartFn) -> GradientTransformation:
+    """Build a transform whose update may wait for other members of a process group.
+
+    Args:
+        recipe: how it was made.
+        init: as of any transform.
+        start: `update`, but for a `Later` where it waits. It is kept at `update.start`, so that what is around the
+            transform can put several that wait into the same rounds; `update` itself waits.
+    """
+
+    def update(
+        updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        return finish(start(updates, state, params, **extra))
+
+    update.start = start  # type: ignore[attr-defined]
+    return made(recipe, init, update)
+
+
+def started(
+    tx: GradientTransformation, updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+) -> Waits:
+    """`tx.update`, as far as it goes without other members; all of it if `tx` was not made in rounds."""
+    start: StartFn = getattr(tx.update, "start", tx.update)
+    return start(updates, state, params, **extra)
 
 
 def write(recipe: Recipe) -> str:

@@ -1,6 +1,6 @@
 """Learning codebooks now, so that compiled, vmapped and captured steps need not."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 from gefen_fn import agree
 from gefen_fn.accumulate import MultiStepsState
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates
-from gefen_fn.blocks import Blocks
-from gefen_fn.quantize import gradient_histogram, has_codebook, requantize
+from gefen_fn.blocks import LeafLayout
+from gefen_fn.quantize import has_codebook, histogram_of, requantize
 from gefen_fn.scalar import capturing, under_vmap
 from gefen_fn.tree import tree_leaves, tree_map
 from gefen_kernels.codebook import learn_codebook
@@ -103,14 +103,16 @@ def _move_codes(old: Any, new: Any) -> Any:
     return old._replace(codebook=new.codebook, learned=new.learned, mu=moved)
 
 
-def learn_once(updates: Updates, codebook: Tensor, learned: Tensor, block: Blocks) -> tuple[Tensor, Tensor]:
+def learn_once(
+    updates: Updates, codebook: Tensor, learned: Tensor, layout: Sequence[LeafLayout | None]
+) -> tuple[Tensor, Tensor]:
     """The codebook and `learned` after these gradients; zero gradients and overflows leave them as they are.
 
     Args:
         updates: the gradients of this update.
         codebook: fp32 `[256]`.
         learned: bool scalar, read on the host; a learned codebook is frozen.
-        block: entries per block.
+        layout: how the blocks of each leaf lie.
 
     Raises:
         RuntimeError: if the codebook is still to be learned where the host cannot read, also when a compiled step runs.
@@ -121,7 +123,8 @@ def learn_once(updates: Updates, codebook: Tensor, learned: Tensor, block: Block
     if bool(torch.func.debug_unwrap(learned, recurse=True).all()):
         return codebook, learned
     check_can_learn()
-    return learn_from(gradient_histogram(updates, block=block), codebook, learned, agree.group_of(tree_leaves(updates)))
+    leaves = tree_leaves(updates)
+    return learn_from(histogram_of(leaves, layout), codebook, learned, agree.group_of(leaves))
 
 
 def check_can_learn() -> None:

@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
-from gefen_fn.base import GradientTransformation, MaskedNode, OptState, Params, Recipe, Updates, check_transform, made
+from gefen_fn.base import (
+    GradientTransformation,
+    MaskedNode,
+    OptState,
+    Params,
+    Recipe,
+    Updates,
+    Waits,
+    check_transform,
+    made_in_rounds,
+    started,
+)
+from gefen_fn.exchange import then, together
 from gefen_fn.scalar import check_state
 from gefen_fn.tree import (
     StructureError,
@@ -47,22 +59,23 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
     def init(params: Params) -> tuple[OptState, ...]:
         return tuple(tx.init(params) for tx in txs)
 
-    def update(
-        updates: Updates, state: tuple[OptState, ...], params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, tuple[OptState, ...]]:
+    def start(updates: Updates, state: tuple[OptState, ...], params: Params | None = None, **extra: Any) -> Waits:
         check_state(state, tuple)
         if len(state) != len(txs):
             raise StructureError(
                 f"State must have one entry per stage: {len(txs)} stages, got {len(state)} states. "
                 "Use the state that this transform's `init` made."
             )
-        new = []
-        for tx, s in zip(txs, state, strict=True):
-            updates, s = tx.update(updates, s, params, **extra)
-            new.append(s)
-        return updates, tuple(new)
 
-    return made(Recipe("chain", txs), init, update)
+        def onward(updates: Updates, new: tuple[OptState, ...]) -> Waits:
+            n = len(new)
+            if n == len(txs):
+                return updates, new
+            return then(started(txs[n], updates, state[n], params, **extra), lambda out: onward(out[0], (*new, out[1])))
+
+        return onward(updates, ())
+
+    return made_in_rounds(Recipe("chain", txs), init, start)
 
 
 def _check_names(expected: Any, got: Any) -> None:
@@ -97,15 +110,13 @@ def named_chain(*txs: tuple[str, GradientTransformation]) -> GradientTransformat
     def init(params: Params) -> dict[str, OptState]:
         return dict(zip(names, inner.init(params), strict=True))
 
-    def update(
-        updates: Updates, state: dict[str, OptState], params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, dict[str, OptState]]:
+    def start(updates: Updates, state: dict[str, OptState], params: Params | None = None, **extra: Any) -> Waits:
         check_state(state, dict)
         _check_names(sorted(names), sorted(state))
-        updates, new = inner.update(updates, tuple(state[name] for name in names), params, **extra)
-        return updates, dict(zip(names, new, strict=True))
+        whole = started(inner, updates, tuple(state[name] for name in names), params, **extra)
+        return then(whole, lambda out: (out[0], dict(zip(names, out[1], strict=True))))
 
-    return made(Recipe("named_chain", txs), init, update)
+    return made_in_rounds(Recipe("named_chain", txs), init, start)
 
 
 def choices_of(choice: Any, updates: Tree, params: Params | None) -> list[Any]:
@@ -159,20 +170,19 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     def init(params: Params) -> MaskedState:
         return MaskedState(_hidden(inner.init(_select(params, params, bools(choices_of(mask, params, params))))))
 
-    def update(
-        updates: Updates, state: MaskedState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, MaskedState]:
+    def start(updates: Updates, state: MaskedState, params: Params | None = None, **extra: Any) -> Waits:
         check_state(state, MaskedState)
         keep = bools(choices_of(mask, updates, params))
         shown = _select(updates, updates, keep)
-        new, inner_state = inner.update(shown, state.inner_state, _select(updates, params, keep), **extra)
-        return _merge(updates, [int(k) for k in keep], updates, new), MaskedState(inner_state)
+        shown_params, picks = _select(updates, params, keep), [int(k) for k in keep]
+        whole = started(inner, shown, state.inner_state, shown_params, **extra)
+        return then(whole, lambda out: (_merge(updates, picks, updates, out[0]), MaskedState(out[1])))
 
-    return made(Recipe("masked", (inner, mask)), init, update)
+    return made_in_rounds(Recipe("masked", (inner, mask)), init, start)
 
 
 def partition(transforms: Mapping[Hashable, GradientTransformation], param_labels: Labels) -> GradientTransformation:
-    """Apply to each leaf the transform of its label.
+    """Apply to each leaf the transform of its label; what waits for other members does so in the same rounds.
 
     Args:
         transforms: from label to transform; each sees `None` at the leaves of other labels.
@@ -201,18 +211,20 @@ def partition(transforms: Mapping[Hashable, GradientTransformation], param_label
         shown = [_select(params, params, [pick == i for pick in picks]) for i in range(len(known))]
         return PartitionState({k: _hidden(transforms[k].init(part)) for k, part in zip(known, shown, strict=True)})
 
-    def update(
-        updates: Updates, state: PartitionState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, PartitionState]:
+    def start(updates: Updates, state: PartitionState, params: Params | None = None, **extra: Any) -> Waits:
         check_state(state, PartitionState)
         _check_names(sorted(map(str, known)), sorted(map(str, state.inner_states)))
         picks = picks_of(updates, params)
-        outs, states = [], {}
-        for i, (k, tx) in enumerate(transforms.items()):
+        parts = []
+        for i, (label, tx) in enumerate(transforms.items()):
             mine = [pick == i for pick in picks]
-            shown = _select(updates, updates, mine), state.inner_states[k], _select(updates, params, mine)
-            out, states[k] = tx.update(*shown, **extra)
-            outs.append(out)
-        return _merge(updates, picks, *outs), PartitionState(states)
+            shown, shown_params = _select(updates, updates, mine), _select(updates, params, mine)
+            parts.append(started(tx, shown, state.inner_states[label], shown_params, **extra))
 
-    return made(Recipe("partition", (dict(transforms), param_labels)), init, update)
+        def merged(outs: list[tuple[Updates, OptState]]) -> tuple[Updates, PartitionState]:
+            states = PartitionState({label: inner for label, (_, inner) in zip(known, outs, strict=True)})
+            return _merge(updates, picks, *(out for out, _ in outs)), states
+
+        return then(together(parts), merged)
+
+    return made_in_rounds(Recipe("partition", (dict(transforms), param_labels)), init, start)

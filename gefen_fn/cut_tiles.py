@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gefen_fn.exchange import Parcel, Program
+from gefen_fn.exchange import Parcel, Talk
 from gefen_fn.scalar import Scalar, moving_average
 from gefen_fn.tiles import Tiles, lengths
 from gefen_kernels import reference
@@ -53,7 +53,7 @@ class _Cut(NamedTuple):
         return [m for m in self.parts if m != self.own]
 
 
-def finish_columns(tiles: Tiles, axis: int, square: Tensor, col: Tensor, b2: Scalar) -> Program[dict[int, Edge]]:
+def finish_columns(tiles: Tiles, axis: int, square: Tensor, col: Tensor, b2: Scalar) -> Talk[dict[int, Edge]]:
     """The new column means of the tiles that are cut: out go partial sums, back come finished means.
 
     Args:

@@ -1,19 +1,26 @@
-"""Exchanges between the members of process groups, all leaves together.
+"""Exchanges between the members of process groups: all that a step sends at one time goes in one all-to-all.
 
-A program is a generator: it yields a `Parcel` and is sent what came for it. `run_together` runs the programs of all
-leaves to their next parcel and answers them by one all-to-all for each group.
+What needs other members is not sent where it arises. It is a `Later`: parcels, and what is done with the answers. The
+Laters of leaves, of the parts of a partition and of a step in place are put `together` into one, and `finish` answers
+its parcels round by round, by one all-to-all for each group. What needs nobody is its plain result, in the same places.
+
+A leaf's share is written as a `Talk`, a generator that yields a `Parcel` and is sent what came for it; `begun` makes it
+a Later. A round answers what waits at that time, so all members of a group go through the same talks in the same order,
+and stages in a row that both exchange take their rounds one after the other.
 """
 
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 Result = TypeVar("Result")
+Other = TypeVar("Other")
 Form = tuple[tuple[int, ...], torch.dtype]
 
 
@@ -49,7 +56,66 @@ class Parcel:
 
 
 Answer = dict[int, Iterator[Tensor]]
-Program = Generator[Parcel, Answer, Result]
+Talk = Generator[Parcel, Answer, Result]
+
+
+@dataclass(frozen=True)
+class Later(Generic[Result]):
+    """A result that waits for other members.
+
+    Attributes:
+        parcels: what is exchanged next.
+        resume: takes their answers, in order, and returns the result, or what then waits.
+    """
+
+    parcels: Sequence[Parcel]
+    resume: "Callable[[Sequence[Answer]], Result | Later[Result]]"
+
+
+def then(x: Result | Later[Result], f: Callable[[Result], Other | Later[Other]]) -> Other | Later[Other]:
+    """`f(x)`, as soon as `x` is there."""
+    if isinstance(x, Later):
+        waiting = x  # for the closure: of this type
+        return Later(waiting.parcels, lambda answers: then(waiting.resume(answers), f))
+    return f(x)
+
+
+def together(xs: Sequence[Result | Later[Result]]) -> list[Result] | Later[list[Result]]:
+    """All of `xs` side by side: what waits of them is exchanged in the same rounds.
+
+    Args:
+        xs: in an order that is the same for every member.
+    """
+    waiting = [x for x in xs if isinstance(x, Later)]
+    if not waiting:
+        return [x for x in xs if not isinstance(x, Later)]
+
+    def resume(answers: Sequence[Answer]) -> list[Result] | Later[list[Result]]:
+        came = iter(answers)
+        return together([x.resume([next(came) for _ in x.parcels]) if isinstance(x, Later) else x for x in xs])
+
+    return Later([parcel for x in waiting for parcel in x.parcels], resume)
+
+
+def finish(x: Result | Later[Result]) -> Result:
+    """Exchange with the other members until the result is there."""
+    while isinstance(x, Later):
+        x = x.resume(_answered(x.parcels))
+    return x
+
+
+def begun(talk: Talk[Result]) -> Result | Later[Result]:
+    """A talk as far as it goes without other members."""
+    return _resumed(talk, None)
+
+
+def _resumed(talk: Talk[Result], answers: Sequence[Answer] | None) -> Result | Later[Result]:
+    try:
+        parcel = talk.send(None if answers is None else answers[0])  # type: ignore[arg-type]  # None starts a generator
+    except StopIteration as end:
+        result: Result = end.value
+        return result
+    return Later([parcel], partial(_resumed, talk))
 
 
 def _size(form: Form) -> int:
@@ -63,43 +129,25 @@ def _split(forms: Sequence[Form], raw: Tensor) -> list[Tensor]:
     return [x.clone().view(dtype).reshape(shape) for x, (shape, dtype) in zip(parts, forms, strict=True)]
 
 
-def run_together(programs: Sequence[Program[Result] | None]) -> list[Result | None]:
-    """Run programs side by side; each round of parcels costs one all-to-all per group.
-
-    Args:
-        programs: in an order that is the same for every member; None for none.
-
-    Returns:
-        What each program returns.
-    """
-    results: list[Result | None] = [None] * len(programs)
-    answers: dict[int, Answer | None] = {i: None for i, program in enumerate(programs) if program is not None}
-    while answers:
-        waiting: dict[int, Parcel] = {}
-        for i, answer in answers.items():
-            try:
-                waiting[i] = programs[i].send(answer)  # type: ignore[union-attr, arg-type]  # None starts a generator
-            except StopIteration as end:
-                results[i] = end.value
-        answers = {i: answer for numbers in _by_group(waiting) for i, answer in _swap(numbers).items()}
-    return results
+def _answered(parcels: Sequence[Parcel]) -> list[Answer]:
+    """What came for each parcel, by one all-to-all for each group."""
+    groups: defaultdict[Any, list[int]] = defaultdict(list)
+    for n, parcel in enumerate(parcels):
+        groups[parcel.group, parcel.device.type].append(n)
+    answers: dict[int, Answer] = {}
+    for numbers in groups.values():
+        answers.update(zip(numbers, _swap([parcels[n] for n in numbers]), strict=True))
+    return [answers[n] for n in range(len(parcels))]
 
 
-def _by_group(waiting: Mapping[int, Parcel]) -> list[dict[int, Parcel]]:
-    groups: defaultdict[Any, dict[int, Parcel]] = defaultdict(dict)
-    for i, parcel in waiting.items():
-        groups[parcel.group][i] = parcel
-    return list(groups.values())
-
-
-def _swap(parcels: Mapping[int, Parcel]) -> dict[int, Answer]:
+def _swap(parcels: Sequence[Parcel]) -> list[Answer]:
     """One all-to-all of bytes between the members of one group."""
-    group = next(iter(parcels.values())).group
+    group = parcels[0].group
     members = range(dist.get_world_size(group))
-    out = [torch.cat([p.bytes_for(m) for p in parcels.values()]) for m in members]
-    sizes = [[p.bytes_from(m) for p in parcels.values()] for m in members]
+    out = [torch.cat([p.bytes_for(m) for p in parcels]) for m in members]
+    sizes = [[p.bytes_from(m) for p in parcels] for m in members]
     came = out[0].new_empty(sum(map(sum, sizes)))
     dist.all_to_all_single(came, torch.cat(out), [sum(s) for s in sizes], [len(x) for x in out], group=group)
     pieces = torch.split(came, [sum(s) for s in sizes])
     parts = [torch.split(x, s) for x, s in zip(pieces, sizes, strict=True)]
-    return {i: p.opened({m: parts[m][n] for m in members}) for n, (i, p) in enumerate(parcels.items())}
+    return [p.opened({m: parts[m][n] for m in members}) for n, p in enumerate(parcels)]

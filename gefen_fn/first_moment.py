@@ -1,5 +1,6 @@
 """The first moment that Gefen and Muon keep as codes: its codebook, its first value, and what does not fit it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,22 +39,22 @@ def first_codebook(codebook: str | Tensor, params: Params) -> Tensor:
     return book.to(devices[0] if devices else torch.device("cpu"))
 
 
-def with_codebook(codebook: str | Tensor, updates: Updates, state: Any, block: Blocks) -> Any:
+def with_codebook(codebook: str | Tensor, updates: Updates, state: Any, layout: Sequence[LeafLayout | None]) -> Any:
     """The state with its codebook learned, if it is to be and was not; codes move with it, as a load brings some.
 
     Args:
         codebook: the transform's argument.
         updates: the gradients of this update.
         state: with fields `codebook`, `learned` and `mu`.
-        block: the transform's argument.
+        layout: how the blocks of each leaf lie.
     """
     quantized = any(x is not None and x.dtype == torch.uint8 for x in tree_leaves(state.mu))
     if not (quantized and isinstance(codebook, str) and codebook == "learned"):
         return state
-    book, learned = learn_once(updates, state.codebook, state.learned, block)
+    book, learned = learn_once(updates, state.codebook, state.learned, layout)
     if book is state.codebook:
         return state
-    moved = requantize(state.mu, state.codebook, book, block=block)
+    moved = requantize(state.mu, state.codebook, book)
     mu = tree_map(lambda old, new: old if torch.equal(local(old), local(new)) else new, state.mu, moved)
     return state._replace(codebook=book, learned=learned, mu=mu)
 

@@ -2,6 +2,10 @@
 
 Fused equals unfused: the back end goes through the operations of the pure path in their order. The pure path steps the
 leaves that no back end takes, and where a codebook is learned late.
+
+A step on shards has its rounds (`gefen_fn.exchange`) before anything is written: what launches ask of other members and
+what the pure path asks for the other leaves is put together, so that it takes the same rounds. A launch says what it
+asks in `_asked`, as a `Later` made of the state before the step; what that comes to is given to `_prepared`.
 """
 
 import operator
@@ -13,10 +17,11 @@ from torch import Tensor
 
 from gefen_fn import agree
 from gefen_fn.accumulate import MultiSteps, apply_if_finite
-from gefen_fn.base import GradientTransformation, OptState, Params, Updates, write_updates
+from gefen_fn.base import GradientTransformation, OptState, Params, Updates, started, write_updates
 from gefen_fn.calibrate import check_can_learn, learn_from
 from gefen_fn.clip import clip_factor, first_column_axis, norm_by, squares_here
 from gefen_fn.combine import chain
+from gefen_fn.exchange import finish, together
 from gefen_fn.gefen import ScaleByGefenState
 from gefen_fn.muon import ScaleByMuonState
 from gefen_fn.muon_plan import MuonLaunch, MuonWork
@@ -99,14 +104,19 @@ class Step:
             extra["global_norm"] = _norm(plan, given, leaves)
         factor = _clip_factor(program.clip, extra.get("global_norm"), state)
         new = _learned(unlearned, plan, given, state, factor)
-        runs = [_prepared(program, launch, leaves, grads, new, factor) for launch in plan.launches]
+        asked = [_asked(program, launch, leaves, new, factor) for launch in plan.launches]
         left = [None if i in plan.fused else g for i, g in enumerate(given)]
-        changes = []
-        if program.whole and all(g is None for g in left):
-            changes = changes_of(program, new)
-        else:
-            new = self._pure(tree_unflatten(tree_structure(grads), left), new, params, **extra)
+        is_all = program.whole and all(g is None for g in left)
+        if not is_all:
+            asked.append(started(self._tx, tree_unflatten(tree_structure(grads), left), new, params, **extra))
+        got = finish(together(asked))
+        pairs = zip(plan.launches, got, strict=is_all)
+        runs = [_prepared(program, launch, leaves, grads, new, factor, own) for launch, own in pairs]
+        changes = changes_of(program, new) if is_all else []
         self.wrote = True
+        if not is_all:
+            updates, new = got[-1]
+            write_updates(params, updates)
         for run in runs:
             run()
         for old, x in changes:
@@ -289,7 +299,7 @@ def _unlearned(program: Program, plan: StepPlan, state: OptState) -> list[Part]:
     """The parts whose codebooks are to be learned and were not, and that have leaves to learn from."""
     rules = [(part, part.core.recipe.kwargs["codebook"]) for part in program.parts if part.quantizes]
     learning = [part for part, rule in rules if isinstance(rule, str) and rule == "learned"]
-    able = [part for part in learning if any(w.part is part and not w.counted.dense for w in plan.works)]
+    able = [part for part in learning if any(w.part is part and not w.layout.dense for w in plan.works)]
     unlearned = [part for part in able if not bool(_stage(part, state).learned)]
     if unlearned:
         check_can_learn()
@@ -308,7 +318,7 @@ def _learned(
         stage = _stage(part, state)
         counts = torch.zeros(4096, dtype=torch.int64, device="cpu")
         for work in plan.works:
-            if work.part is part and not work.counted.dense and mine[work.index]:
+            if work.part is part and not work.layout.dense and mine[work.index]:
                 counts += _histogram(work, local(grads[work.index]), factor, fused=work.index in plan.fused)
         book, learned = learn_from(agree.total(counts, group), stage.codebook, stage.learned, group)
         state = put(state, part.core.path, stage._replace(codebook=book, learned=learned))
@@ -318,8 +328,15 @@ def _learned(
 def _histogram(work: Work | MuonWork, grad: Tensor, factor: Tensor | None, *, fused: bool) -> Tensor:
     g = grad if factor is None else multiply(factor, grad)
     module = kernels_of(g) if fused else reference
-    counts: Tensor = module.histogram(g, block=work.counted.block, start=work.counted.start)
+    counts: Tensor = module.histogram(g, block=work.layout.block, start=work.layout.start)
     return counts.cpu()
+
+
+def _asked(
+    program: Program, launch: Launch | MuonLaunch, leaves: Sequence[Any], state: OptState, factor: Tensor | None
+) -> Any:
+    """What a launch asks of other members before it is prepared: a `Later`, or None as its leaves need none of them."""
+    return None
 
 
 def _prepared(
@@ -329,8 +346,19 @@ def _prepared(
     grads: Updates,
     state: OptState,
     factor: Tensor | None,
+    got: Any,
 ) -> Callable[[], None]:
-    """All that can be refused is done here; the result does the step."""
+    """All that can be refused is done here; the result does the step.
+
+    Args:
+        program: with the launch's part.
+        launch: what to step.
+        leaves: what is held here of all gradients.
+        grads: the gradients as a tree.
+        state: before the step.
+        factor: what gradients are multiplied by, 0-dim float64; None for 1.
+        got: what came of `_asked`.
+    """
     if isinstance(launch, MuonLaunch):
         return prepared_muon(program, launch, leaves, grads, state, factor)
     works, part = launch.works, launch.works[0].part

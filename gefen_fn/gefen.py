@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation, Params, Recipe, Updates, made
+from gefen_fn.base import GradientTransformation, Params, Recipe, Updates, Waits, made_in_rounds
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, LeafLayout, layout_list, layouts
-from gefen_fn.exchange import Program, run_together
+from gefen_fn.exchange import Later, begun, then, together
 from gefen_fn.first_moment import (
     check_blocks,
     check_codebook,
@@ -133,13 +133,11 @@ def scale_by_gefen(
     def init(params: Params) -> ScaleByGefenState:
         return _init(rule, params)
 
-    def update(
-        updates: Updates, state: ScaleByGefenState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, ScaleByGefenState]:
-        return _update(rule, updates, state, params, **extra)
+    def start(updates: Updates, state: ScaleByGefenState, params: Params | None = None, **extra: Any) -> Waits:
+        return _start(rule, updates, state)
 
     given = {k: v for k, v in zip(rule._fields, rule, strict=True) if k != "ties"}
-    return made(Recipe("scale_by_gefen", (), given), init, update)
+    return made_in_rounds(Recipe("scale_by_gefen", (), given), init, start)
 
 
 def _init(rule: _Rule, params: Params) -> ScaleByGefenState:
@@ -154,18 +152,25 @@ def _init(rule: _Rule, params: Params) -> ScaleByGefenState:
     )
 
 
-def _update(
-    rule: _Rule, updates: Updates, state: ScaleByGefenState, params: Params | None = None, **extra: Any
-) -> tuple[Updates, ScaleByGefenState]:
+def _start(rule: _Rule, updates: Updates, state: ScaleByGefenState) -> Waits:
     check_state(state, ScaleByGefenState)
-    state = with_codebook(rule.codebook, updates, state, rule.block)
+    layout = layout_list(rule.block, updates)
+    learned = with_codebook(rule.codebook, updates, state, layout)
+    return then(_gathered(rule, updates, learned, layout), lambda own: _update(rule, updates, learned, layout, own))
+
+
+def _update(
+    rule: _Rule,
+    updates: Updates,
+    state: ScaleByGefenState,
+    layout: Sequence[LeafLayout | None],
+    gathered: Sequence[tuple[Any, ...]],
+) -> tuple[Updates, ScaleByGefenState]:
     settings = {"b1": rule.b1, "b2": rule.b2, "eps": rule.eps, "warmup": rule.b2_warmup}
     shared: dict[str, Any] = {k: v for k, v in settings.items() if v is None or isinstance(v, (int, float, Tensor))}
     per_leaf = {k: v for k, v in settings.items() if k not in shared}
 
-    layout = layout_list(rule.block, updates)
     seeds = leaf_seeds(updates, 'rounding="stochastic"') if rule.rounding == "stochastic" else [0] * len(layout)
-    gathered = _gather(rule, updates, state, layout)
     each: dict[str, Sequence[Any]] = {"seed": seeds, "layout": layout, "gathered": gathered}
 
     def leaf(g: Tensor, count: Tensor, mu: Any, nu: Any, *own: Any) -> tuple[Tensor, Tensor, Any, Any]:
@@ -208,9 +213,9 @@ def _decay_of(policy: SecondMoment, b2: Scalar, t: Tensor, warmup: Scalar | None
     return b2 if warmup is None or not policy.warms else warm_decay(b2, t, warmup)
 
 
-def _gather(
+def _gathered(
     rule: _Rule, updates: Updates, state: ScaleByGefenState, layout: Sequence[LeafLayout | None]
-) -> list[tuple[Any, ...]]:
+) -> list[tuple[Any, ...]] | Later[list[tuple[Any, ...]]]:
     """What each leaf's second moment needs of its other shards, as further arguments of its policy's `update`."""
     if not any(at is not None and at.piece.axes for at in layout):
         return [()] * len(layout)
@@ -218,17 +223,17 @@ def _gather(
     b2 = tree_parts(updates, broadcast(rule.b2, updates))
     warmup = [None] * len(b2) if rule.b2_warmup is None else tree_parts(updates, broadcast(rule.b2_warmup, updates))
     rows = zip(tree_leaves(updates), layout, count, nu, b2, warmup, strict=True)
-    gathered = run_together([_gathering(rule, *row) for row in rows])
-    return [() if x is None else (x,) for x in gathered]
+    return together([_gathered_leaf(rule, *row) for row in rows])
 
 
-def _gathering(
+def _gathered_leaf(
     rule: _Rule, g: Tensor | None, layout: LeafLayout | None, count: Tensor, nu: Any, b2: Scalar, warmup: Scalar | None
-) -> Program[Any] | None:
+) -> tuple[Any, ...] | Later[tuple[Any, ...]]:
     if g is None or layout is None or not layout.piece.axes:
-        return None
+        return ()
     policy = policy_for(rule.second_moment, layout)
-    return policy.share(local(g).float(), local(nu), _decay_of(policy, b2, count + 1, warmup), layout)
+    talk = policy.share(local(g).float(), local(nu), _decay_of(policy, b2, count + 1, warmup), layout)
+    return () if talk is None else then(begun(talk), lambda shared: (shared,))
 
 
 def _dense_moment(g: Tensor, mu: Tensor, b1: Scalar) -> tuple[Tensor, Tensor]:

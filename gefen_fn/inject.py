@@ -8,7 +8,18 @@ from typing import Any, NamedTuple, ParamSpec
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation, OptState, Params, Recipe, Schedule, Updates, made
+from gefen_fn.base import (
+    GradientTransformation,
+    OptState,
+    Params,
+    Recipe,
+    Schedule,
+    Updates,
+    Waits,
+    made_in_rounds,
+    started,
+)
+from gefen_fn.exchange import then
 from gefen_fn.scalar import Hyperparameter, check_state, is_schedule, new_count
 from gefen_fn.tree import StructureError
 
@@ -117,17 +128,15 @@ def _injected(
         values |= _scheduled(schedules, count, dtype)
         return InjectHyperparamsState(count, values, factory(values).init(params))
 
-    def update(
-        updates: Updates, state: InjectHyperparamsState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, InjectHyperparamsState]:
+    def start(updates: Updates, state: InjectHyperparamsState, params: Params | None = None, **extra: Any) -> Waits:
         check_state(state, InjectHyperparamsState)
         _check_values(state.hyperparams, {*schedules, *numbers})
         given = {name: _as_scalar(value, dtype) for name, value in state.hyperparams.items()}
         values = {**given, **_scheduled(schedules, state.count, dtype)}
-        out, inner = factory(values).update(updates, state.inner_state, params, **extra)
-        return out, InjectHyperparamsState(state.count + 1, values, inner)
+        whole = started(factory(values), updates, state.inner_state, params, **extra)
+        return then(whole, lambda out: (out[0], InjectHyperparamsState(state.count + 1, values, out[1])))
 
-    return made(factory.recipe((*schedules, *numbers)), init, update)
+    return made_in_rounds(factory.recipe((*schedules, *numbers)), init, start)
 
 
 def _scheduled(schedules: dict[str, Schedule], count: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:

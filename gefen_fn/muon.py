@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gefen_fn.base import EmptyState, GradientTransformation, Params, Recipe, Updates, made
+from gefen_fn.base import EmptyState, GradientTransformation, Params, Recipe, Updates, Waits, made_in_rounds
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout
-from gefen_fn.exchange import run_together
+from gefen_fn.exchange import Later, begun, then, together
 from gefen_fn.first_moment import (
     check_blocks,
     check_codebook,
@@ -22,7 +22,7 @@ from gefen_fn.first_moment import (
     zero_moment,
 )
 from gefen_fn.inject import takes_schedules
-from gefen_fn.muon_shards import Done, Job, is_cut, programs
+from gefen_fn.muon_shards import Done, Job, is_cut, talks
 from gefen_fn.quantize import Quantized
 from gefen_fn.scalar import (
     Scalar,
@@ -163,19 +163,17 @@ def scale_by_muon(
     def init(params: Params) -> ScaleByMuonState:
         return _init(rule, params)
 
-    def update(
-        updates: Updates, state: ScaleByMuonState, params: Params | None = None, **extra: Any
-    ) -> tuple[Updates, ScaleByMuonState]:
-        return _update(rule, updates, state, params)
+    def start(updates: Updates, state: ScaleByMuonState, params: Params | None = None, **extra: Any) -> Waits:
+        return _start(rule, updates, state, params)
 
     given = {k: v for k, v in zip(rule._fields, rule, strict=True) if k != "ties"}
-    return made(Recipe("scale_by_muon", (), given), init, update)
+    return made_in_rounds(Recipe("scale_by_muon", (), given), init, start)
 
 
 def _init(rule: _Rule, params: Params) -> ScaleByMuonState:
     check_leaves(params)
     leaves, structure = tree_leaves(params), tree_structure(params)
-    rows = list(zip(leaves, matrices(rule.spec, params), _lengths(rule, params), strict=True))
+    rows = list(zip(leaves, matrices(rule.spec, params), block_lengths(rule.block, params), strict=True))
     mu = [seen and zero_moment(p, momentum_layout(p, seen, length, rule._asdict())) for p, seen, length in rows]
     nu = [seen and zeros_placed(p, seen.row_values.shape) for p, seen, _ in rows]
     return ScaleByMuonState(
@@ -187,14 +185,14 @@ def _init(rule: _Rule, params: Params) -> ScaleByMuonState:
     )
 
 
-def _update(
-    rule: _Rule, updates: Updates, state: ScaleByMuonState, params: Params | None
-) -> tuple[Updates, ScaleByMuonState]:
+def _start(rule: _Rule, updates: Updates, state: ScaleByMuonState, params: Params | None) -> Waits:
     check_state(state, ScaleByMuonState)
     check_leaves(updates)
-    seen = matrices(rule.spec, updates, params)
+    seen, given = matrices(rule.spec, updates, params), rule._asdict()
+    rows = zip(tree_leaves(updates), seen, block_lengths(rule.block, updates), strict=True)
+    layout = [None if own is None else momentum_layout(g, own, length, given) for g, own, length in rows]
     if rule.quantize:
-        state = with_codebook(rule.codebook, updates, state, rule.block)
+        state = with_codebook(rule.codebook, updates, state, layout)
 
     def leaf(g: Tensor, mu: Any, *rest: Any) -> tuple[Any, ...]:
         *count, momentum, layout = rest
@@ -202,18 +200,15 @@ def _update(
         return *_momentum(rule, state.codebook, g, mu, t, momentum, layout), *t
 
     kept = (state.mu, state.count) if rule.counts else (state.mu,)
-    rows = zip(tree_leaves(updates), seen, _lengths(rule, updates), strict=True)
-    given = rule._asdict()
-    layout = [None if own is None else momentum_layout(g, own, length, given) for g, own, length in rows]
     each = (_per_leaf(rule.momentum, updates), layout)
     moved, (mu, *count) = map_update(leaf, updates, kept, each=each)
     state = state._replace(mu=mu, count=count[0] if count else state.count)
     return _directions(rule, moved, state, seen)
 
 
-def _lengths(rule: _Rule, tree: Tree) -> list[Any]:
-    """The block length of each leaf."""
-    return _per_leaf(rule.block.tree if isinstance(rule.block, FlatBlocks) else rule.block, tree)
+def block_lengths(block: Blocks, tree: Tree) -> list[Any]:
+    """The block length of each leaf, from the argument of `scale_by_muon`."""
+    return _per_leaf(block.tree if isinstance(block, FlatBlocks) else block, tree)
 
 
 def _per_leaf(value: Any, tree: Tree) -> list[Any]:
@@ -273,9 +268,7 @@ def _corrected(rule: _Rule, m: Tensor, g: Tensor, momentum: Scalar, t: Tensor) -
     return moving_average(momentum, m / bias_correction(momentum, t + 1), g / bias_correction(momentum, t))
 
 
-def _directions(
-    rule: _Rule, moved: Tree, state: ScaleByMuonState, seen: Sequence[Matrices | None]
-) -> tuple[Updates, ScaleByMuonState]:
+def _directions(rule: _Rule, moved: Tree, state: ScaleByMuonState, seen: Sequence[Matrices | None]) -> Waits:
     """Orthogonal matrices in the place of the moved ones, their rows normalised if asked for."""
     leaves = tree_leaves(moved)
     nu = tree_parts(moved, state.nu) if rule.normuon else [None] * len(leaves)
@@ -285,23 +278,33 @@ def _directions(
     pieces = [
         [] if u is None else [piece_of(x) for x in (u, own) if x is not None] for u, own in zip(leaves, nu, strict=True)
     ]
-    done = _done(rule, jobs, pieces)
-    out = [None if own is None else like_piece(own.x, u) for own, u in zip(done, leaves, strict=True)]
-    if rule.normuon:
+
+    def placed_back(done: Sequence[Done | None]) -> tuple[Updates, ScaleByMuonState]:
+        out = [None if own is None else like_piece(own.x, u) for own, u in zip(done, leaves, strict=True)]
+        if not rule.normuon:
+            return tree_unflatten(tree_structure(moved), out), state
         new = [old if own is None else placed(own.nu, old) for own, old in zip(done, nu, strict=True)]
-        state = state._replace(nu=tree_unflatten(tree_structure(moved), new))
-    return tree_unflatten(tree_structure(moved), out), state
+        kept = state._replace(nu=tree_unflatten(tree_structure(moved), new))
+        return tree_unflatten(tree_structure(moved), out), kept
+
+    return then(_done(rule, jobs, pieces), placed_back)
 
 
-def _done(rule: _Rule, jobs: Sequence[Job | None], pieces: Sequence[Sequence[Piece]]) -> list[Done | None]:
+def _done(
+    rule: _Rule, jobs: Sequence[Job | None], pieces: Sequence[Sequence[Piece]]
+) -> list[Done | None] | Later[list[Done | None]]:
     """What becomes of each job: of matrices that are cut at their owners, of the others here."""
-    done: dict[int, Done] = {}
-    if rule.sharded != "blockwise" and any(own and own[0].axes for own in pieces):
-        for held in run_together(programs(jobs, pieces, rule.sharded, torch.bfloat16, partial(_worked, rule))):
-            done.update(held or {})
-    own = {n: _here(job) for n, job in enumerate(jobs) if job is not None and n not in done}
-    done.update(zip(own, _worked(rule, list(own.values())), strict=True))
-    return [done.get(n) for n in range(len(jobs))]
+
+    def with_others(held: Sequence[dict[int, Done]]) -> list[Done | None]:
+        done = {n: x for own in held for n, x in own.items()}
+        left = {n: _here(job) for n, job in enumerate(jobs) if job is not None and n not in done}
+        done.update(zip(left, _worked(rule, list(left.values())), strict=True))
+        return [done.get(n) for n in range(len(jobs))]
+
+    if rule.sharded == "blockwise" or not any(own and own[0].axes for own in pieces):
+        return with_others([])
+    own_talks = talks(jobs, pieces, rule.sharded, torch.bfloat16, partial(_worked, rule))
+    return then(together([begun(talk) for talk in own_talks]), with_others)
 
 
 def _here(job: Job) -> Job:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import Params, Updates
-from gefen_fn.blocks import LeafLayout, layout_list
+from gefen_fn.blocks import LeafLayout
 from gefen_fn.first_moment import check_moment
-from gefen_fn.muon import ScaleByMuonState, momentum_layout
+from gefen_fn.muon import ScaleByMuonState, block_lengths, momentum_layout
 from gefen_fn.program import Part
 from gefen_fn.quantize import Quantized
 from gefen_fn.shards import local
@@ -22,10 +22,7 @@ _KNOWN = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class MuonWork:
-    """A leaf of Muon's part: its place in the tree, its tensors, and how its matrices and its momentum's blocks lie.
-
-    A histogram counts it in the blocks that it would have without a spec, as `counted` has them.
-    """
+    """A leaf of Muon's part: its place in the tree, its tensors, and how its matrices and its momentum's blocks lie."""
 
     index: int
     part: Part
@@ -33,7 +30,6 @@ class MuonWork:
     mu: Any
     seen: Matrices
     layout: LeafLayout
-    counted: LeafLayout
 
     @property
     def started(self) -> bool:
@@ -75,11 +71,11 @@ def muon_works(part: Part, state: ScaleByMuonState, updates: Updates, params: Pa
     """
     given = part.core.recipe.kwargs
     columns = tree_parts(updates, params), tree_parts(updates, state.mu), matrices(given["spec"], updates, params)
-    rows = zip(tree_leaves(updates), *columns, layout_list(given["block"], updates), strict=True)
+    rows = zip(tree_leaves(updates), *columns, block_lengths(given["block"], updates), strict=True)
     out = []
-    for i, (g, p, mu, seen, usual) in enumerate(rows):
-        if g is not None and seen is not None and usual is not None:
-            layout = momentum_layout(g, seen, usual.block, given)
+    for i, (g, p, mu, seen, length) in enumerate(rows):
+        if g is not None and seen is not None:
+            layout = momentum_layout(g, seen, length, given)
             check_moment(local(g), local(mu), layout)
-            out.append(MuonWork(i, part, local(p), local(mu), seen, layout, usual))
+            out.append(MuonWork(i, part, local(p), local(mu), seen, layout))
     return out

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gefen_fn.exchange import Answer, Parcel, Program
+from gefen_fn.exchange import Answer, Parcel, Talk
 from gefen_fn.shards import Piece
 from gefen_fn.spec import Matrices
 
@@ -100,10 +100,10 @@ class _Leaf(NamedTuple):
         return sum(min(size) * numel * size[0] // max(rows, 1) for size in self.job.seen.sizes)
 
 
-def programs(
+def talks(
     jobs: Sequence[Job | None], pieces: Sequence[Sequence[Piece]], mode: str, dtype: torch.dtype, work: Work
-) -> list[Program[dict[int, Done]]]:
-    """One program for each group whose members hold leaves that are cut inside their matrices.
+) -> list[Talk[dict[int, Done]]]:
+    """One talk for each group whose members hold leaves that are cut inside their matrices.
 
     Args:
         jobs: by number of the leaf, `x` and `nu` as they are held here and `seen` of the whole leaf.
@@ -113,7 +113,7 @@ def programs(
         work: does whole jobs.
 
     Returns:
-        Programs that return what is held here of their leaves, by number.
+        Talks that return what is held here of their leaves, by number.
     """
     groups: dict[tuple[Any, int], dict[int, _Leaf]] = {}
     for n, (job, own) in enumerate(zip(jobs, pieces, strict=True)):
@@ -149,7 +149,7 @@ def _owned(leaves: dict[int, _Leaf], mode: str) -> dict[int, _Leaf]:
     return {n: leaf._replace(owners=(owner[n],)) for n, leaf in leaves.items()}
 
 
-def _meeting(group: Any, me: int, leaves: dict[int, _Leaf], work: Work) -> Program[dict[int, Done]]:
+def _meeting(group: Any, me: int, leaves: dict[int, _Leaf], work: Work) -> Talk[dict[int, Done]]:
     """Out go the parts to the owners, back come the parts of what they made of the whole."""
     device = next(iter(leaves.values())).job.x.device
     out, back = Parcel(group, device), Parcel(group, device)

@@ -51,11 +51,6 @@ class Work:
         return self.part.core.recipe.kwargs["b2_warmup"] is not None and self.policy.warms
 
     @property
-    def counted(self) -> LeafLayout:
-        """The blocks that a histogram counts it in."""
-        return self.layout
-
-    @property
     def started(self) -> bool:
         """Whether there is a moment that codes stand for."""
         return bool(self.count)

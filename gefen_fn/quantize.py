@@ -1,6 +1,6 @@
 """Trees of blockwise 8-bit tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -183,12 +183,15 @@ def gradient_histogram(grads: Tree, *, block: Blocks = DEFAULT_BLOCK) -> Tensor:
     Raises:
         StructureError: if a leaf is not a dense floating-point tensor.
     """
-    check_leaves(grads)
-    leaves = tree_leaves(grads)
+    return histogram_of(tree_leaves(grads), layout_list(block, grads))
+
+
+def histogram_of(leaves: Sequence[Tensor | None], layout: Sequence[LeafLayout | None]) -> Tensor:
+    """`gradient_histogram` of leaves whose blocks lie as given."""
     group = agree.group_of(leaves)
-    rows = zip(leaves, layout_list(block, grads), agree.counted(leaves, group), strict=True)
-    kept = [(local(g), layout) for g, layout, counts in rows if layout is not None and counts and not layout.dense]
+    rows = zip(leaves, layout, agree.counted(leaves, group), strict=True)
+    kept = [(local(g), at) for g, at, counts in rows if at is not None and counts and not at.dense]
     total = torch.zeros(4096, dtype=torch.int64, device=kept[0][0].device if kept else None)
-    for g, layout in kept:
-        total = total + reference.histogram(g.float(), block=layout.block, start=layout.start).to(total.device)
+    for g, at in kept:
+        total = total + reference.histogram(g.float(), block=at.block, start=at.start).to(total.device)
     return agree.total(total, group)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gefen_fn.blocks import LeafLayout
 from gefen_fn.cut_tiles import Edge, finish_columns
-from gefen_fn.exchange import Program
+from gefen_fn.exchange import Talk
 from gefen_fn.scalar import Scalar, moving_average
 from gefen_fn.shards import zeros_placed
 from gefen_fn.tiles import Tiles
@@ -49,8 +49,8 @@ class SecondMoment(Protocol):
     def check(self, nu: Any, layout: LeafLayout) -> None:
         """Raise `StructureError` unless `nu` is a state of this policy for a leaf of this layout."""
 
-    def share(self, g: Tensor, nu: Any, b2: Scalar, layout: LeafLayout) -> Program[Any] | None:
-        """Return the program that gathers what a sharded leaf needs of its other parts; None if it needs nothing."""
+    def share(self, g: Tensor, nu: Any, b2: Scalar, layout: LeafLayout) -> Talk[Any] | None:
+        """Return the talk that gathers what a sharded leaf needs of its other parts; None if it needs nothing."""
 
     def update(self, g: Tensor, nu: Any, b2: Scalar, layout: LeafLayout, shared: Any = None) -> tuple[Tensor, Any]:
         """Return `sqrt(nu_hat)` in the shape of the fp32 gradient `g`, and the new state; `shared` is of `share`."""
@@ -188,7 +188,7 @@ class Factored:
         """Row and column means in the shapes of `FactoredState`."""
         _check_shapes(nu, *self.shapes(layout))
 
-    def share(self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout) -> Program[Edges] | None:
+    def share(self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout) -> Talk[Edges] | None:
         """The new column means of cut tiles, for a leaf that has such anywhere; None for any other."""
         tiles = self.tiles(layout)
         if tiles.peers is None:

@@ -1,4 +1,4 @@
-"""What a step and a checkpoint cost on many processes, from shapes alone: the programs of a step run on meta tensors.
+"""What a step and a checkpoint cost on many processes, from shapes alone: the talks of a step held on meta tensors.
 
 Nothing is started and nothing is sent: a simulated member yields the parcels it would send, and is answered with meta
 tensors of the shapes that it expects.
@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from gefen_fn.blocks import leaf_layout
-from gefen_fn.exchange import Program
-from gefen_fn.muon_shards import Done, Job, programs
+from gefen_fn.exchange import Talk
+from gefen_fn.muon_shards import Done, Job, talks
 from gefen_fn.second_moment import Factored, FactoredState, SecondMoment, policy_for
 from gefen_fn.shards import Peers, Piece
 from gefen_fn.spec import default_axes, matrices_of
@@ -196,8 +196,8 @@ def _gefen(piece: SimulatedPiece, policy: SecondMoment) -> tuple[int, tuple[int,
     tensors = [torch.empty(shape, device="meta") for shape in own.shapes(layout)]
     state = _moment_bytes(piece) + sum(4 * x.numel() for x in tensors)
     nu = FactoredState(*tensors) if isinstance(own, Factored) else tensors[0]
-    program = own.share(torch.empty(piece.shape, device="meta"), nu, 0.999, layout)
-    return state, () if program is None else _traffic(program)
+    talk = own.share(torch.empty(piece.shape, device="meta"), nu, 0.999, layout)
+    return state, () if talk is None else _traffic(talk)
 
 
 def _muon(pieces: Sequence[SimulatedPiece]) -> tuple[int, ...]:
@@ -206,8 +206,8 @@ def _muon(pieces: Sequence[SimulatedPiece]) -> tuple[int, ...]:
         Job(torch.empty(p.shape, device="meta"), matrices_of(p.whole, default_axes(p.whole)), None, None)
         for p in pieces
     ]
-    meetings = programs(jobs, [[p] for p in pieces], "distributed", torch.bfloat16, _unworked)
-    rounds = [_traffic(program) for program in meetings]
+    meetings = talks(jobs, [[p] for p in pieces], "distributed", torch.bfloat16, _unworked)
+    rounds = [_traffic(talk) for talk in meetings]
     return tuple(map(sum, itertools.zip_longest(*rounds, fillvalue=0)))
 
 
@@ -215,13 +215,13 @@ def _unworked(jobs: Sequence[Job]) -> list[Done]:
     return [Done(job.x.float(), None) for job in jobs]
 
 
-def _traffic(program: Program[Any]) -> tuple[int, ...]:
-    """Bytes that a program sends in each of its exchanges, answered by tensors without data."""
+def _traffic(talk: Talk[Any]) -> tuple[int, ...]:
+    """Bytes that a talk sends in each of its exchanges, answered by tensors without data."""
     sent = []
     answer = None
     try:
         while True:
-            parcel = program.send(answer)  # type: ignore[arg-type]  # None starts a generator
+            parcel = talk.send(answer)  # type: ignore[arg-type]  # None starts a generator
             sent.append(sum(x.numel() * x.itemsize for parts in parcel.send.values() for x in parts))
             answer = {
                 m: iter([torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in parcel.expect[m]])

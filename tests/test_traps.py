@@ -116,7 +116,7 @@ def work_of(step):
 
 def test_trap_the_first_step_learns_one_codebook_and_writes_at_most_three_times_an_ordinary_one(monkeypatch):
     calls, learning = Counter(), import_module("gefen_fn.calibrate")
-    for name in ("gradient_histogram", "learn_codebook"):
+    for name in ("histogram_of", "learn_codebook"):
         whole = getattr(learning, name)
         monkeypatch.setattr(
             learning, name, lambda *a, name=name, whole=whole, **k: calls.update([name]) or whole(*a, **k)
@@ -126,7 +126,7 @@ def test_trap_the_first_step_learns_one_codebook_and_writes_at_most_three_times_
     for i, p in enumerate(params):
         p.grad = noise(256, 300, seed=10 + i)
     first, second, third = (work_of(optimizer.step) for _ in range(3))
-    assert calls == {"gradient_histogram": 1, "learn_codebook": 1}
+    assert calls == {"histogram_of": 1, "learn_codebook": 1}
     assert first <= 3 * second and second == third
 
 
