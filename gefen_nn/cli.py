@@ -7,9 +7,15 @@ import sys
 from collections.abc import Sequence
 
 import gefen_fn
-from gefen_nn import cli_compare, cli_demo, cli_lr_find, cli_memory
+from gefen_nn import cli_compare, cli_demo, cli_inspect, cli_lr_find, cli_memory
 
-_COMMANDS = {"compare": cli_compare, "demo": cli_demo, "lr-find": cli_lr_find, "memory": cli_memory}
+_COMMANDS = {
+    "demo": cli_demo,
+    "compare": cli_compare,
+    "lr-find": cli_lr_find,
+    "memory": cli_memory,
+    "inspect": cli_inspect,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

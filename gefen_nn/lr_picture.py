@@ -25,6 +25,8 @@ def draw(report: LrReport, path: Path) -> None:
     _line(left, report.range_test, "Range test: training loss, the rate grows from step to step", "-")
     ended = [(lr, loss) for lr, loss in report.sweep if math.isfinite(loss)]
     _line(right, ended, f"{report.judged_by.capitalize()} after {report.steps} steps", "o-")
+    right.set_xticks([lr for lr, _ in report.sweep], [f"{lr:g}" for lr, _ in report.sweep])
+    right.minorticks_off()
     for lr, loss in report.sweep:
         if not math.isfinite(loss):
             right.axvline(lr, color=_ORANGE, linestyle=":", label="diverged")

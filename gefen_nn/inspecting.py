@@ -1,0 +1,230 @@
+"""What is in a checkpoint, and whether it is sound: leaves, steps, codebooks, and what codes and scales look like."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gefen_fn.quantize import is_codebook
+from gefen_nn.console import Watch, silent, size, table
+from gefen_nn.stored import Stored, StoredLeaf, read_stored
+
+_KINDS = {"exp_avg": "Adam of torch", "m_codebook": "Gefen-X", "momentum_buffer": "torch.optim"}
+_COUNTS = ("count", "step")
+_POSITIVE = ("mu.absmax", "nu", "nu.row", "nu.col", "exp_avg_sq")
+
+
+class LeafHealth(NamedTuple):
+    """The state of one parameter.
+
+    Attributes:
+        name: of the parameter.
+        shape: its shape, or that of its first moment.
+        rule: the stage that keeps its moments.
+        steps: updates it has had; None where nobody counts them.
+        kept: dtype and shape of every tensor but counters, by its field.
+        bytes: of all its state.
+        at_ends: share of codes that stand for -1 or 1; at least one in each block that is not zero. None without codes.
+        at_zero: share of codes that stand for 0.
+        scales: the least scale above zero, and the largest.
+        empty_blocks: share of blocks whose scale is zero.
+        faults: what makes it unfit to go on from.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    rule: str
+    steps: int | None
+    kept: dict[str, str]
+    bytes: int
+    at_ends: float | None
+    at_zero: float | None
+    scales: tuple[float, float] | None
+    empty_blocks: float | None
+    faults: tuple[str, ...]
+
+
+class Codebook(NamedTuple):
+    """The levels of one stage and how often its codes use them.
+
+    Attributes:
+        levels: in ascending order.
+        learned: whether they were learned from gradients.
+        used: codes at each level, of all leaves.
+        faults: what makes it none.
+    """
+
+    levels: tuple[float, ...]
+    learned: bool
+    used: tuple[int, ...]
+    faults: tuple[str, ...]
+
+    @property
+    def dead(self) -> int:
+        """Distinct levels that no code stands for; zero stands twice in a symmetric codebook."""
+        return len(set(self.levels) - {x for x, count in zip(self.levels, self.used, strict=True) if count})
+
+
+class Contents(NamedTuple):
+    """What `inspect_checkpoint` found; printed, it is a table.
+
+    Attributes:
+        kind: what wrote it.
+        leaves: one row per parameter that has state.
+        codebooks: by stage.
+        groups: values of the optimizer's groups, names under `params`.
+        state_bytes: of all state.
+        other_bytes: of tensors beside it, such as the model's.
+    """
+
+    kind: str
+    leaves: tuple[LeafHealth, ...]
+    codebooks: dict[str, Codebook]
+    groups: list[dict[str, Any]]
+    state_bytes: int
+    other_bytes: int
+
+    @property
+    def faults(self) -> list[str]:
+        """All of them, with whose they are."""
+        rows = [(leaf.name, leaf.faults) for leaf in self.leaves]
+        rows += [(f"codebook of {stage or 'all'}", book.faults) for stage, book in self.codebooks.items()]
+        return [f"{name}: {fault}" for name, faults in rows for fault in faults]
+
+    def __str__(self) -> str:
+        """The leaves, the codebooks, the groups and the faults."""
+        head = ("leaf", "shape", "rule", "steps", "bytes", "at ends", "at zero", "empty", "scales")
+        rows = [head, *map(_row, self.leaves)]
+        lines = [f"{self.kind}: {size(self.state_bytes)} of state, {size(self.other_bytes)} beside it"]
+        lines += [table(rows, left=3), *(_book_line(*item) for item in self.codebooks.items())]
+        lines += [_group_line(n, group) for n, group in enumerate(self.groups)]
+        return "\n".join([*lines, *(f"FAULT {fault}" for fault in self.faults)])
+
+
+def _row(leaf: LeafHealth) -> tuple[str, ...]:
+    shape, steps = "x".join(map(str, leaf.shape)) or "scalar", "" if leaf.steps is None else f"{leaf.steps:,}"
+    shares = ("" if x is None else f"{x:.2%}" for x in (leaf.at_ends, leaf.at_zero, leaf.empty_blocks))
+    scales = "" if leaf.scales is None else "{:.1e} to {:.1e}".format(*leaf.scales)
+    return (leaf.name or ".", shape, leaf.rule, steps, f"{leaf.bytes:,}", *shares, scales)
+
+
+def _book_line(stage: str, book: Codebook) -> str:
+    kind = "learned" if book.learned else "not learned"
+    used = f"{book.dead} of them unused by {sum(book.used):,} codes" if sum(book.used) else "no codes"
+    return f"codebook of {stage or 'all'}: {len(set(book.levels))} levels, {kind}, {used}"
+
+
+def _group_line(n: int, group: dict[str, Any]) -> str:
+    values = {k: x for k, x in group.items() if k != "params" and isinstance(x, (int, float, str, list, tuple))}
+    return f"group {n}: {len(group['params'])} parameters, {', '.join(f'{k}={x}' for k, x in values.items())}"
+
+
+def inspect_checkpoint(path: str | Path, *, key: str | None = None, watch: Watch = silent) -> Contents:
+    """Look at every tensor of the state in a file or folder, a parameter at a time.
+
+    Args:
+        path: a folder of `gefen_nn.save` or of torch.distributed.checkpoint, or a file of `torch.save`.
+        key: which of several states in it.
+        watch: shows progress.
+
+    Raises:
+        CheckpointError: if it cannot be read, or holds no state.
+    """
+    stored = read_stored(Path(path), key)
+    owned: dict[str | None, list[StoredLeaf]] = {}
+    for leaf in stored.leaves:
+        owned.setdefault(leaf.owner, []).append(leaf)
+    common = {(x.stage, x.field): _fetched(stored, x) for x in owned.pop(None, [])}
+    books = {stage: x for (stage, field), x in common.items() if field in ("codebook", "gefen_codebook")}
+    used = {stage: torch.zeros(len(book), dtype=torch.int64) for stage, book in books.items()}
+    rows = []
+    with watch("reading", len(owned)) as advance:
+        for name, leaves in owned.items():
+            rows.append(_health(str(name), leaves, stored, books, used))
+            advance()
+    learned = {stage: bool(common.get((stage, "learned"), True)) for stage in books}
+    found = {stage: _codebook(book, learned[stage], used[stage]) for stage, book in books.items()}
+    total = sum(leaf.bytes for leaf in stored.leaves)
+    return Contents(stored.kind, tuple(rows), found, stored.groups, total, stored.other_bytes)
+
+
+def _fetched(stored: Stored, leaf: StoredLeaf) -> Tensor:
+    return stored.fetch([leaf.key])[leaf.key]
+
+
+def _codebook(book: Tensor, learned: bool, used: Tensor) -> Codebook:
+    faults = () if is_codebook(book) else ("must be sorted, finite and end at -1 and 1",)
+    return Codebook(tuple(book.tolist()), learned, tuple(used.tolist()), faults)
+
+
+def _health(
+    name: str, leaves: Sequence[StoredLeaf], stored: Stored, books: dict[str, Tensor], used: dict[str, Tensor]
+) -> LeafHealth:
+    """Look at the tensors of one parameter, and count the levels that its codes use."""
+    held = stored.fetch([leaf.key for leaf in leaves])
+    tensors = {(leaf.stage, leaf.field): held[leaf.key] for leaf in leaves}
+    steps = [int(x) for (_, field), x in tensors.items() if field in _COUNTS and x.numel() == 1]
+    kept = {leaf.field: _form(leaf) for leaf in leaves if leaf.shape}
+    codes = [(leaf.stage, held[leaf.key]) for leaf in leaves if leaf.field in ("mu.codes", "m_codebook")]
+    codes = [(stage, x) for stage, x in codes if stage in books]
+    scales = [x for (_, field), x in tensors.items() if field in ("mu.absmax", "m_magnitude")]
+    ends, zero = _shares(codes, books, used)
+    scale, empty = _scales(scales)
+    faults = tuple(fault for (_, field), x in tensors.items() for fault in _faults(field, x))
+    shape = stored.shapes.get(name) or _shape(leaves)
+    total = sum(leaf.bytes for leaf in leaves)
+    return LeafHealth(
+        name, shape, _rule(leaves), max(steps, default=None), kept, total, ends, zero, scale, empty, faults
+    )
+
+
+def _form(leaf: StoredLeaf) -> str:
+    return f"{str(leaf.dtype).removeprefix('torch.')}[{', '.join(map(str, leaf.shape))}]"
+
+
+def _shape(leaves: Sequence[StoredLeaf]) -> tuple[int, ...]:
+    """Of the first moment, else of the largest tensor."""
+    first = [leaf for leaf in leaves if leaf.field in ("mu", "mu.codes", "exp_avg")]
+    return (first or sorted(leaves, key=lambda leaf: -math.prod(leaf.shape)))[0].shape
+
+
+def _rule(leaves: Sequence[StoredLeaf]) -> str:
+    stages = dict.fromkeys(leaf.stage for leaf in leaves if leaf.stage and leaf.shape)
+    other = next((word for leaf in leaves for field, word in _KINDS.items() if leaf.field == field), "")
+    return ", ".join(stages) or other
+
+
+def _shares(
+    codes: Sequence[tuple[str, Tensor]], books: dict[str, Tensor], used: dict[str, Tensor]
+) -> tuple[float | None, float | None]:
+    """The shares of codes at either end and at zero; None without codes."""
+    at_ends = at_zero = total = 0.0
+    for stage, x in codes:
+        book, counts = books[stage], torch.bincount(x.reshape(-1).long(), minlength=len(books[stage]))
+        used[stage] += counts[: len(book)]
+        at_ends += float(counts[0] + counts[len(book) - 1])
+        at_zero += float(counts[: len(book)][book == 0].sum())
+        total += x.numel()
+    return (at_ends / total, at_zero / total) if total else (None, None)
+
+
+def _scales(scales: Sequence[Tensor]) -> tuple[tuple[float, float] | None, float | None]:
+    """The least and the largest scale above zero, and the share of those that are zero; None without scales."""
+    flat = torch.cat([x.reshape(-1) for x in scales]) if scales else torch.empty(0)
+    if not flat.numel():
+        return None, None
+    real = flat[flat > 0]
+    return (float(real.min()), float(real.max())) if real.numel() else None, float((flat == 0).float().mean())
+
+
+def _faults(field: str, x: Tensor) -> list[str]:
+    """What a tensor of this field may not hold."""
+    found = []
+    if x.is_floating_point() and x.numel():
+        broken = int((~x.isfinite()).sum())
+        found += [f"{field} has {broken:,} values that are not finite"] * bool(broken)
+        found += [f"{field} has values below 0"] * (field in _POSITIVE and bool((x < 0).any()))
+    return found
