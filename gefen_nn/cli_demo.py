@@ -1,6 +1,7 @@
 """`gefen demo`, and the commands that it calls in new processes."""
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,22 @@ def add(parser: argparse.ArgumentParser) -> None:
 def add_inner(commands: Any) -> None:
     """The commands of new processes; without help they stay out of the listing."""
     _add_resume(commands.add_parser("demo-resume"))
+    _add_member(commands.add_parser("demo-member"))
 
 
 def _add_resume(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="file written by `gefen demo` half-way")
     parser.add_argument("result", type=Path, help="file for the final parameters and losses")
     parser.set_defaults(call=_demo_resume)
+
+
+def _add_member(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rank", type=int, help="number of this process")
+    parser.add_argument("world", type=int, help="number of processes")
+    parser.add_argument("checkpoint", type=Path, help="file written by `gefen demo` half-way")
+    parser.add_argument("saved", type=Path, help="folder that the first world saves and the second loads")
+    parser.add_argument("folder", type=Path, help="where the processes meet, and the first writes what it found")
+    parser.set_defaults(call=_demo_member)
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -53,6 +64,13 @@ def _demo_resume(arguments: argparse.Namespace) -> int:
 
     resume_demo(arguments.checkpoint, arguments.result)
     return 0
+
+
+def _demo_member(arguments: argparse.Namespace) -> int:
+    from gefen_nn.demo_world import train_member
+
+    train_member(arguments.rank, arguments.world, arguments.checkpoint, arguments.saved, arguments.folder)
+    os._exit(0)  # gloo's threads can abort a process that takes itself apart
 
 
 def _optimizers(text: str) -> list[str]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,25 +26,28 @@ from gefen_nn.demo_train import (
     validation_steps,
     write_atomically,
 )
+from gefen_nn.demo_world import AFTER, BEFORE, change_world, start
+from gefen_nn.optimizer import TransformOptimizer
 
 _DATA = "Python's standard library"
 _CHECKPOINT = "half-way.pt"
+_SHARED = f"saved-by-{BEFORE}"
 
 
 def run_demo(names: Sequence[str], settings: Settings, out: Path, *, as_json: bool = False) -> bool:
-    """Trains, resumes, compares; writes `demo.json`, `demo.png` and the half-way checkpoint into `out`.
+    """Trains, resumes, changes worlds, compares; writes `demo.json`, `demo.png` and the checkpoints into `out`.
 
     Args:
-        names: Optimizers, keys of `OPTIMIZERS`; the last one is resumed.
+        names: Optimizers, keys of `OPTIMIZERS`; the last one is resumed, also on more processes unless it is torch's.
         settings: Steps, seed and sizes; `steps >= 2`.
         out: Folder for the results, made if missing.
         as_json: Print the report as JSON instead of a table.
 
     Returns:
-        Whether the resumed run equals the uninterrupted one to the bit.
+        Whether the resumed run equals the uninterrupted one to the bit, and the move to more processes lost nothing.
 
     Raises:
-        RuntimeError: If the resuming process fails.
+        RuntimeError: If a resuming process fails.
     """
     out.mkdir(parents=True, exist_ok=True)
     compiling = warm_up()
@@ -60,8 +60,13 @@ def run_demo(names: Sequence[str], settings: Settings, out: Path, *, as_json: bo
         _train(list(runs.values()), text, save=(resumed, checkpoint))
     report = {**_report(runs, text), "compile_s": compiling}
     report["resume"] = _resume_elsewhere(resumed, checkpoint)
+    outcomes = [report["resume"]["equal"]]
+    if isinstance(resumed.optimizer, TransformOptimizer):
+        announce(f"Moving {LABELS[resumed.name]} from {BEFORE} processes to {AFTER}, under FSDP2.")
+        report["move"] = change_world(checkpoint, out / _SHARED)
+        outcomes += [report["move"]["equal"], report["move"]["continued"]]
     _publish(report, out, as_json)
-    return bool(report["resume"]["equal"])
+    return all(outcomes)
 
 
 def resume_demo(checkpoint: Path, out: Path) -> None:
@@ -138,10 +143,7 @@ def _resume_elsewhere(run: Run, checkpoint: Path) -> dict[str, Any]:
 
 
 def _call_resume(checkpoint: Path, result: Path) -> None:
-    command = [sys.executable, "-m", "gefen_nn.cli", "demo-resume", str(checkpoint), str(result)]
-    # The child must find the same packages, also when they were found through a changed `sys.path`.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    code = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
+    code = start("demo-resume", checkpoint, result).wait()
     if code:
         raise RuntimeError(f"`demo-resume` must exit with 0: got {code}. Its message stands above; fix it and rerun.")
 
@@ -154,4 +156,5 @@ def _publish(report: dict[str, Any], out: Path, as_json: bool) -> None:
         return
     show(report)
     megabytes = (out / _CHECKPOINT).stat().st_size / 1e6
-    print(f"Wrote demo.png, demo.json and the checkpoint {_CHECKPOINT} ({megabytes:.1f} MB) to {out}.")
+    shared = f", and the checkpoint of {BEFORE} processes, {_SHARED}," if "move" in report else ""
+    print(f"Wrote demo.png, demo.json, the checkpoint {_CHECKPOINT} ({megabytes:.1f} MB){shared} to {out}.")

@@ -95,7 +95,7 @@ def _draw_losses(axes: Axes, report: dict[str, Any]) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(length=0)
     _label_ends(axes, report["optimizers"])
-    _mark_resume(axes, report["resume"])
+    _mark_resume(axes, report["resume"], report.get("move"))
     _explain(axes, 2 * half + 1)
 
 
@@ -126,14 +126,19 @@ def _apart(heights: list[float], gap: float) -> list[float]:
     return [height + index * gap for index, height in enumerate(fitted)]
 
 
-def _mark_resume(axes: Axes, resume: dict[str, Any]) -> None:
+def _mark_resume(axes: Axes, resume: dict[str, Any], move: dict[str, Any] | None) -> None:
     axes.axvline(resume["step"], color=_GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     outcome = "same bits" if resume["equal"] else "OTHER BITS"
-    text = f"{resume['label']} stopped here, resumed\nin a new process: {outcome} "
-    at = (resume["step"], 0.02)
-    axes.annotate(
-        text, at, (-4, 0), xycoords=axes.get_xaxis_transform(), textcoords="offset points", ha="right", va="bottom"
-    )
+    _note(axes, resume["step"], f"{resume['label']} stopped here, resumed\nin a new process: {outcome}", "right")
+    if move:
+        outcome = "same bits" if move["equal"] and move["continued"] else "NOT THE SAME"
+        _note(axes, resume["step"], f"and on 2 processes, saved,\nresumed on 3: {outcome}", "left")
+
+
+def _note(axes: Axes, at: int, text: str, side: str) -> None:
+    """Text that ends or begins at a step, at the bottom of the frame."""
+    style: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+    axes.annotate(text, (at, 0.02), (-7 if side == "right" else 7, 0), ha=side, va="bottom", **style)
 
 
 def _explain(axes: Axes, window: int) -> None:

@@ -43,7 +43,7 @@ def progress_bars() -> Progress:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Prints the closing table and the outcome of the resumed run on standard output.
+    """Prints the closing table and how the resumed runs ended on standard output.
 
     Args:
         report: What `demo.json` holds.
@@ -53,7 +53,15 @@ def show(report: dict[str, Any]) -> None:
     resume = report["resume"]
     outcome = "equals the uninterrupted run to the bit" if resume["equal"] else "DIFFERS from the uninterrupted run"
     console.print(f"Resumed {resume['label']} from step {resume['step']} in a new process: {outcome}.")
+    if "move" in report:
+        console.print(f"Trained on by 2 processes under FSDP2, saved, loaded by 3: {_moved(report['move'])}.")
     console.print(f"The CPU's loops took {report['compile_s']:.1f} s before, to compile (once a machine) or to load.")
+
+
+def _moved(move: dict[str, Any]) -> str:
+    state = "state equal to the bit" if move["equal"] else "OTHER STATE"
+    losses = f"losses within {move['difference']:.0e} of those of the 2"
+    return f"{state}, {losses}" if move["continued"] else f"{state}, {losses}, which is TOO FAR"
 
 
 def _table(report: dict[str, Any]) -> Table:

@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from gefen_fn.state_io import state_bytes
 from gefen_nn import checkpoint
@@ -23,7 +27,7 @@ from gefen_nn.presets import Gefen
 # Each takes the model.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda model, **options: torch.optim.AdamW(model.parameters(), **options),
-    "gefen": lambda model, **options: Gefen(model.parameters(), **options),
+    "gefen": lambda model, **options: Gefen(model.named_parameters(), **options),
     "gefen_muon": GefenMuon,
 }
 LABELS = {"adamw": "AdamW", "gefen": "Gefen", "gefen_muon": "GefenMuon"}
@@ -50,10 +54,12 @@ class Run:
     Args:
         name: A key of `OPTIMIZERS`.
         settings: Seed and sizes; runs with equal settings start from equal parameters.
+        mesh: The processes that share parameters, state and each batch by FSDP2; None if this one is alone.
     """
 
-    def __init__(self, name: str, settings: Settings) -> None:
+    def __init__(self, name: str, settings: Settings, mesh: DeviceMesh | None = None) -> None:
         self.name, self.settings, self.step = name, settings, 0
+        self._rank, self._world = (0, 1) if mesh is None else (mesh.get_rank(), mesh.size())
         self.losses: list[float] = []
         self.validation: list[tuple[int, float]] = []
         self.step_seconds: list[float] = []
@@ -61,6 +67,8 @@ class Run:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             self.model = Decoder(context=settings.context)
+        if mesh is not None:
+            fully_shard(self.model, mesh=mesh)
         options = {"lr": RATES[name], "betas": (0.9, 0.99), "weight_decay": settings.weight_decay}
         self.optimizer = OPTIMIZERS[name](self.model, **options)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda at: lr_factor(at, settings.steps))
@@ -77,7 +85,7 @@ class Run:
         settings = self.settings
         batch = batch_at(text.train, self.step, seed=settings.seed, batch=settings.batch, context=settings.context)
         started = time.perf_counter()
-        loss = next_byte_loss(self.model, batch)
+        loss = self._loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves `backward` unannotated
         differentiated = time.perf_counter()
         self.optimizer.step()
@@ -85,9 +93,20 @@ class Run:
         self.optimizer.zero_grad()
         self.scheduler.step()
         self.step_seconds.append(time.perf_counter() - started)
-        self.losses.append(loss.item())
+        self.losses.append(self._mean(loss))
         self.step += 1
         return self.losses[-1]
+
+    def _loss(self, batch: Tensor) -> Tensor:
+        """The loss of this process's sequences, of such weight that the mean over processes is that of the batch."""
+        own = batch[self._rank :: self._world]
+        return next_byte_loss(self.model, own) * (len(own) * self._world / len(batch))
+
+    def _mean(self, loss: Tensor) -> float:
+        mean = loss.detach().clone()
+        if self._world > 1:
+            dist.all_reduce(mean)
+        return mean.item() / self._world
 
     def validate(self, text: Text) -> None:
         """Notes the present step and its validation loss; changes nothing that training depends on.
@@ -129,18 +148,19 @@ class Run:
         write_atomically(path, {**{key: part.state_dict() for key, part in parts.items()}, **facts})
 
 
-def load_run(path: Path) -> Run:
+def load_run(path: Path, mesh: DeviceMesh | None = None) -> Run:
     """Rebuilds a run from `Run.save`'s file, trusting it with no code.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint of one process.
+        mesh: As for `Run`.
 
     Returns:
         A run at the saved step, with no losses yet.
     """
     checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
-    run = Run(checkpoint["name"], Settings(**checkpoint["settings"]))
-    run.model.load_state_dict(checkpoint["model"])
+    run = Run(checkpoint["name"], Settings(**checkpoint["settings"]), mesh)
+    set_model_state_dict(run.model, checkpoint["model"], options=StateDictOptions(full_state_dict=True))
     run.optimizer.load_state_dict(checkpoint["optimizer"])
     run.scheduler.load_state_dict(checkpoint["scheduler"])
     run.step = checkpoint["step"]

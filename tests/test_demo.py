@@ -11,8 +11,12 @@ import pytest
 import torch
 from matplotlib.text import Text as Label
 
+<<<<<<< ours
 from gefen_nn import cli
 from gefen_nn.curves import smoothed
+=======
+from gefen_nn import cli, demo_world
+>>>>>>> theirs
 from gefen_nn.demo_data import batch_at, standard_library_text
 from gefen_nn.demo_model import Decoder, next_byte_loss
 from gefen_nn.demo_picture import picture
@@ -28,6 +32,7 @@ from gefen_nn.demo_train import (
     torch_threads,
     validation_steps,
 )
+from gefen_nn.demo_world import change_world
 
 TINY = Settings(steps=4, batch=2, context=16, threads=1)
 
@@ -61,11 +66,15 @@ def test_the_demo_trains_all_resumes_to_the_bit_and_leaves_its_report(tmp_path, 
     resume = report["resume"]
     assert (resume["label"], resume["step"], resume["equal"]) == ("GefenMuon", 1, True)
     assert resume["losses"] == report["optimizers"]["gefen_muon"]["losses"][1:]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "demo.png", "half-way.pt"]
+    move = report["move"]
+    assert (move["worlds"], move["step"], move["equal"], move["continued"]) == ([2, 3], 4, True, True)
+    assert [len(losses) for losses in move["losses"]] == [3, 3]
+    left = ["demo.json", "demo.png", "half-way.pt", "saved-by-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
 
 
-def made_up(steps=300, names=tuple(LABELS), final=(2.5275, 2.5151, 2.2087), equal=True):
+def made_up(steps=300, names=tuple(LABELS), final=(2.5275, 2.5151, 2.2087), equal=True, moved=True):
     """A report as `demo.json` holds it, with losses that fall like the real ones."""
     rows = {}
     for name, loss in zip(names, final, strict=False):
@@ -88,6 +97,7 @@ def made_up(steps=300, names=tuple(LABELS), final=(2.5275, 2.5151, 2.2087), equa
         "compile_s": 0.8,
         "optimizers": rows,
         "resume": {"label": LABELS[names[-1]], "step": steps // 2, "equal": equal},
+        "move": {"equal": moved, "continued": True, "difference": 2.3e-7},
     }
 
 
@@ -113,9 +123,16 @@ def test_no_word_of_the_picture_stands_on_another_or_outside(changes):
     assert [text for text, box in boxes.items() if box.x0 < 0 or box.y0 < 0 or box.x1 > 1200 or box.y1 > 500] == []
 
 
-@pytest.mark.parametrize("equal, outcome", [(True, "same bits"), (False, "OTHER BITS")])
-def test_the_picture_says_what_was_trained_on_what_and_how_it_ended(equal, outcome):
-    words = " ".join(label.get_text() for label in picture(made_up(equal=equal)).findobj(Label))
+ENDS = [
+    (True, True, "new process: same bits", "on 3: same bits"),
+    (False, True, "new process: OTHER BITS", "on 3: same bits"),
+    (True, False, "new process: same bits", "on 3: NOT THE SAME"),
+]
+
+
+@pytest.mark.parametrize("equal, moved, resumed, shared", ENDS, ids=["good", "resume failed", "move failed"])
+def test_the_picture_says_what_was_trained_on_what_and_how_it_ended(equal, moved, resumed, shared):
+    words = " ".join(label.get_text() for label in picture(made_up(equal=equal, moved=moved)).findobj(Label))
     for word in (
         "0.94M",
         "300 steps",
@@ -124,7 +141,8 @@ def test_the_picture_says_what_was_trained_on_what_and_how_it_ended(equal, outco
         "2.515",
         "2.209",
         "8.00",
-        outcome,
+        resumed,
+        shared,
     ):
         assert word in words
 
@@ -135,6 +153,16 @@ def test_the_table_names_its_text_and_explains_the_state(capsys):
     assert "Text: Python's standard library, 4.3 MB to train on, 0.4 MB held out." in printed
     assert "vectors and small leaves stay fp32" in printed and "GefenMuon: Muon with such codes" in printed
     assert "0.002" in printed and "0.008" in printed
+    assert "saved, loaded by 3: state equal to the bit, losses within 2e-07 of those of the 2." in printed
+
+
+def test_processes_that_fail_or_do_not_end_in_time_are_told_by_their_exit_codes(tmp_path, monkeypatch, capfd):
+    with pytest.raises(RuntimeError, match=r"All 2 processes must exit with 0 .* got \[1, 1\]"):
+        change_world(tmp_path / "absent.pt", tmp_path / "saved")
+    assert "absent.pt" in capfd.readouterr().err
+    monkeypatch.setattr(demo_world, "_DEADLINE_SECONDS", 0.1)
+    with pytest.raises(RuntimeError, match=r"within 0 s: got \[None, None\]"):
+        change_world(tmp_path / "absent.pt", tmp_path / "saved")
 
 
 def test_smoothing_keeps_a_straight_line_at_its_start_and_averages_the_rest():
@@ -182,7 +210,7 @@ def test_help_exits_with_zero_and_hides_the_inner_command(capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert "demo" in shown
-    assert "demo-resume" not in shown
+    assert "demo-resume" not in shown and "demo-member" not in shown
 
 
 def test_a_missing_checkpoint_exits_with_one_and_a_reason(tmp_path, capsys):
