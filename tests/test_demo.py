@@ -11,12 +11,8 @@ import pytest
 import torch
 from matplotlib.text import Text as Label
 
-<<<<<<< ours
-from gefen_nn import cli
-from gefen_nn.curves import smoothed
-=======
 from gefen_nn import cli, demo_world
->>>>>>> theirs
+from gefen_nn.curves import smoothed
 from gefen_nn.demo_data import batch_at, standard_library_text
 from gefen_nn.demo_model import Decoder, next_byte_loss
 from gefen_nn.demo_picture import picture
