@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gefen_fn import agree
+from gefen_fn.agree import together
 from gefen_fn.blocks import layout_list
 from gefen_fn.calibrate import learn_from
 from gefen_fn.describe import quantizing
@@ -30,7 +32,7 @@ def convert_state(source_state_dict: Mapping[str, Any], optimizer: TransformOpti
     which is learned from all of them unless it is learned already, or fixed. Second moments are averaged as each leaf's
     policy does; where its decay is warmed up they are stored with their bias corrected, because nothing corrects it
     later. Counts are taken over, and learning rate, betas, eps and weight decay where groups carry them. What other
-    stages of the expression keep stays as it is.
+    stages of the expression keep stays as it is. With sharded parameters all processes call this together.
 
     Args:
         source_state_dict: `state_dict()` of the other optimizer.
@@ -43,16 +45,22 @@ def convert_state(source_state_dict: Mapping[str, Any], optimizer: TransformOpti
 
     Raises:
         CheckpointError: for a state dict of another kind, or names or shapes that do not fit.
+        GroupFailure: if another process refuses it.
     """
     target, members = optimizer.state_dict(), groups.members(optimizer.param_groups)
     rows = zip(optimizer.param_groups, members, strict=True)
     params = {name: p for group, names in rows for name, p in zip(names, group["params"], strict=True)}
     first = optimizer.param_groups[0]
-    foreign = read_foreign(source_state_dict, params, named="param_names" in first, regrouped="rule" in first)
+
+    def read() -> tuple[Foreign, list[dict[str, Any]]]:
+        foreign = read_foreign(source_state_dict, params, named="param_names" in first, regrouped="rule" in first)
+        held = zip(target["param_groups"], members, strict=True)
+        return foreign, [_group(group, names, foreign) for group, names in held]
+
+    foreign, values = together(read, agree.group_of(list(params.values())), "convert_state")
     ids = dict(zip(params, (i for group in target["param_groups"] for i in group["params"]), strict=True))
     state = {name: dict(target["state"][i]) for name, i in ids.items() if i in target["state"]}
     _fill(optimizer, state, foreign, params)
-    values = [_group(group, names, foreign) for group, names in zip(target["param_groups"], members, strict=True)]
     return {"state": {ids[name]: leaves for name, leaves in state.items()}, "param_groups": values}
 
 

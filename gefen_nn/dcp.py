@@ -6,6 +6,7 @@ and reads its own part; so a checkpoint moves to another number of processes by 
 
 import sys
 from collections.abc import Collection, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from gefen_nn.optimizer import TransformOptimizer
 from gefen_nn.saved_index import Index, Leaf, check_leaves, check_params, check_rules, read_index
 from gefen_nn.state_view import Slot
 
-_SAVER = "torch.distributed.checkpoint.state_dict_saver"
+_LOADER = "torch.distributed.checkpoint.state_dict_loader"
 _RULES = ("second_moment", "block", "quantize")
 
 
@@ -34,7 +35,9 @@ class OptimizerState:
 
     `dcp.save({"optimizer": OptimizerState(optimizer)}, checkpoint_id=path)` on one process or many; then
     `dcp.load` of the same on any other number. A load is refused by all processes, or changes all of them at once: DCP
-    writes into fresh tensors, and not into the state itself, as it does where it gets `optimizer.state_dict()`.
+    writes into fresh tensors, and not into the state itself, as it does where it gets `optimizer.state_dict()`, of
+    which a load that is refused may have overwritten a part. DCP keeps no checksums: a damaged byte of codes is a
+    valid code, and only `gefen_nn.save` and `load` notice it.
 
     Args:
         optimizer: one whose parameters have names.
@@ -52,21 +55,33 @@ class OptimizerState:
         self._optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """The state's own tensors for a save, fresh ones of the same form for a load; nothing is sent."""
+        """The state's own tensors, or for `dcp.load` fresh ones of the same form; nothing is sent.
+
+        Raises:
+            RuntimeError: for a save, if a step or a load failed while it wrote.
+        """
         slots = own_slots(self._optimizer)
         tensors = {path: slot.value for path, slot in slots.items() if slot.value is not None}
+        if not _a_load_asks():
+            self._optimizer.kept.check_whole()
         return _handed_out(index_of(self._optimizer, slots).text(), tensors)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what was loaded, all or nothing.
+        """Take what was loaded, all or nothing; with sharded parameters all processes call this together.
 
         Raises:
             CheckpointError: naming what does not fit or is damaged.
             GroupFailure: if another process refuses its part.
         """
-        index = read_index(state_dict.get("index"))
-        fits(self._optimizer, own_slots(self._optimizer), index)
-        put_back(self._optimizer, index, state_dict.get("state", {}))
+        optimizer = self._optimizer
+
+        def checked() -> Index:
+            index = read_index(state_dict.get("index"))
+            fits(optimizer, own_slots(optimizer), index)
+            return index
+
+        index = together(checked, _group(optimizer), "load_state_dict")
+        put_back(optimizer, index, state_dict.get("state", {}))
 
 
 class StateTree:
@@ -88,52 +103,57 @@ class StateTree:
         self._params = dict(zip(map(readable, tree_paths(params)), tree_leaves(params), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state's own tensors for a save, fresh ones of the same form for a load; nothing is sent."""
+        """The state's own tensors, or for `dcp.load` fresh ones of the same form; nothing is sent."""
         return _handed_out(self._index().text(), flatten_state(self.state))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take what was loaded as `state`, all or nothing.
+        """Take what was loaded as `state`, all or nothing; with sharded parameters all processes call this together.
 
         Raises:
             CheckpointError: naming what does not fit or is damaged.
             GroupFailure: if another process refuses its part.
         """
-        saved, own = read_index(state_dict.get("index")), self._index()
-        check_params(saved, own.params)
-        check_leaves(saved, {key: leaf._replace(owner=None) for key, leaf in own.leaves.items()})
         group = agree.group_of(list(self._params.values()))
-        self.state = together(lambda: self._loaded(state_dict.get("state", {})), group, "load_state_dict")
+        self.state = together(lambda: self._loaded(state_dict), group, "load_state_dict")
 
     def _index(self) -> Index:
         shapes = {name: tuple(p.shape) for name, p in self._params.items() if p is not None}
         return Index(shapes, {key: Leaf.of(x) for key, x in flatten_state(self.state).items()}, {}, [])
 
-    def _loaded(self, tensors: Mapping[str, Tensor]) -> OptState:
-        for key, own in flatten_state(self.state).items():
-            check_leaf(key, own, tensors.get(key))
+    def _loaded(self, state_dict: Mapping[str, Any]) -> OptState:
+        saved, own, tensors = read_index(state_dict.get("index")), self._index(), state_dict.get("state", {})
+        check_params(saved, own.params)
+        check_leaves(saved, {key: leaf._replace(owner=None) for key, leaf in own.leaves.items()})
+        for key, leaf in flatten_state(self.state).items():
+            check_leaf(key, leaf, tensors.get(key))
         state = unflatten_state({key: tensors[key] for key in flatten_state(self.state)}, self.state)
         return checked_codebooks(self.state, state)
 
 
 def _handed_out(index: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """What a save reads, or what a load may write into before anybody can look at it."""
-    given = dict(tensors) if _a_save_asks() else {path: torch.empty_like(x) for path, x in tensors.items()}
+    given = {path: torch.empty_like(x) for path, x in tensors.items()} if _a_load_asks() else dict(tensors)
     return {"index": index, "state": given}
 
 
-def _a_save_asks() -> bool:
-    """Whether the caller is DCP's saver, which asks an object for its state in the same words as its loader does."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
+def _a_load_asks() -> bool:
+    """Whether the caller is DCP's loader, which asks an object for its state in the same words as its saver does.
+
+    Anybody else gets the state itself: a saver that is not known must not write fresh tensors down.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != _LOADER:
         frame = frame.f_back
-        if frame.f_globals.get("__name__") == _SAVER:
-            return True
-    return False
+    return frame is not None
 
 
 def own_slots(optimizer: TransformOptimizer, also: Collection[str] = ()) -> dict[str, Slot]:
     """The leaves of an optimizer's state by path, with those that the parameters `also` would have."""
     return {slot.path: slot for slot in optimizer.slots(also) if slot.value is not None}
+
+
+def _group(optimizer: TransformOptimizer) -> Any:
+    return agree.group_of(list(_named(optimizer).values()))
 
 
 def _named(optimizer: TransformOptimizer) -> dict[str, Tensor]:
@@ -182,6 +202,15 @@ def put_back(
         CheckpointError: naming what does not fit or is damaged.
         GroupFailure: if another process refuses its part.
     """
+    given, unused = together(lambda: _given(optimizer, index, tensors), _group(optimizer), "load_state_dict")
+    report = optimizer.load_state_dict(given, strict)
+    return report._replace(unexpected=(*report.unexpected, *unused))
+
+
+def _given(
+    optimizer: TransformOptimizer, index: Index, tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], list[str]]:
+    """What `load_state_dict` takes, and the leaves of the index that find no place."""
     named, owners = _named(optimizer), index.owners()
     holders = [name for name, p in named.items() if name in owners or (name in index.params and p.requires_grad)]
     state: dict[str, dict[str, Tensor]] = {name: {} for name in holders}
@@ -191,8 +220,7 @@ def put_back(
             if path in found:
                 state[name][slot.key] = tensors[path]
     values = [_as_torch_has_it(group, named) for group in index.groups]
-    report = optimizer.load_state_dict({"state": state, "param_groups": values}, strict)
-    return report._replace(unexpected=(*report.unexpected, *sorted(index.leaves.keys() - slots.keys())))
+    return {"state": state, "param_groups": values}, sorted(index.leaves.keys() - slots.keys())
 
 
 def _as_torch_has_it(group: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What the steps of an optimizer replace, and whether one of them failed when it had begun to write."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ class Kept:
         seen: what it was made for, by parameter.
         skipped: whether the last step found no gradient.
         half_done: what failed while it wrote, and left neither the old nor the new; empty if nothing did.
+        along: what a load is to write together with its own; None for nothing.
     """
 
     def __init__(self) -> None:
@@ -23,6 +24,7 @@ class Kept:
         self.seen: dict[str, tuple[Any, ...]] = {}
         self.skipped = False
         self.half_done = ""
+        self.along: Callable[[], Any] | None = None
 
     def check_whole(self) -> None:
         """Refuse to go on with what a failure left half-written.
@@ -45,6 +47,15 @@ class Kept:
         except BaseException:  # an interrupt leaves as much behind as an error
             self.half_done = what
             raise
+
+    @contextmanager
+    def loading(self, along: Callable[[], Any]) -> Iterator[None]:
+        """Inside of it a load also does `along`, once nothing can be refused any more: as one write with its own."""
+        self.along = along
+        try:
+            yield
+        finally:
+            self.along = None
 
     @contextmanager
     def stepping(self, step: FusedStep) -> Iterator[None]:

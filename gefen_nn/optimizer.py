@@ -363,6 +363,8 @@ class TransformOptimizer(torch.optim.Optimizer):
             state = write_state(loaded.before, loaded.after) if self._capturable else loaded.after
             self._kept.seen = loaded.seen
             self._kept.state = self._with_hyperparams(state)
+            if self._kept.along is not None:
+                self._kept.along()
         self._kept.half_done = ""
         return loaded.report
 

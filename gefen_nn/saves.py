@@ -84,12 +84,13 @@ def load(path: str | Path, model: nn.Module, optimizer: TransformOptimizer, stri
     world = _world()
     _written()
     folder = together(lambda: _checked(Path(path), world), world, "load")
-    index = read_index(_read({"optimizer": {"index": ""}}, folder)["optimizer"]["index"])
+    said = _read({"optimizer": {"index": ""}}, folder)["optimizer"]["index"]
+    index = together(lambda: read_index(said), world, "load")
     wanted = together(lambda: _wanted(folder, index, model, optimizer, strict), world, "load")
     held = _read({"model": wanted.model, "optimizer": {"state": wanted.state}}, folder)
     extra = together(lambda: torch.load(folder / _EXTRA, weights_only=True), world, "load")
-    report = put_back(optimizer, index, held["optimizer"]["state"], strict)
-    model.load_state_dict(held["model"], strict=not wanted.missing)
+    with optimizer.kept.loading(lambda: model.load_state_dict(held["model"], strict=not wanted.missing)):
+        report = put_back(optimizer, index, held["optimizer"]["state"], strict)
     missing, unexpected = ([f"model: {key}" for key in keys] for keys in (wanted.missing, wanted.unexpected))
     return LoadReport((*missing, *report.missing), (*unexpected, *report.unexpected), extra)
 
@@ -135,21 +136,21 @@ def _begin(
     world = _world()
     state = together(lambda: _collected(path, model, optimizer, extra), world, "save")
     if world is not None:
-        _check_same(_said(path, state, extra), world)
-    held = io.BytesIO()
-    torch.save(extra, held)
-    write = functools.partial(_write, path, held.getvalue(), _writers(world))
+        _check_same(together(lambda: _said(path, state, extra), world, "save"), world)
+    held = together(lambda: _held(state, extra, copies), world, "save")
+    write = functools.partial(_write, path, held, _writers(world))
     if copies:
-        return _writer().submit(write, _copied(state))
+        return _writer().submit(write)
     _written()
     done: Future[None] = Future()
-    done.set_result(write(state))
+    done.set_result(write())
     return done
 
 
 def _collected(path: Path, model: nn.Module, optimizer: TransformOptimizer, extra: Mapping[str, Any]) -> dict[str, Any]:
     """What is saved, once nothing in it is to be refused."""
     folders.check_place(path)
+    optimizer.kept.check_whole()
     OptimizerState(optimizer)  # refuses parameters without names
     slots = own_slots(optimizer)
     leaves = {key: slot.value for key, slot in slots.items() if slot.value is not None}
@@ -218,6 +219,19 @@ def _check_same(said: dict[str, str], world: Any) -> None:
     together(check, world, "save")
 
 
+class _Held(NamedTuple):
+    """What is written: the state, and the content of the file of extra values."""
+
+    state: dict[str, Any]
+    extra: bytes
+
+
+def _held(state: dict[str, Any], extra: Mapping[str, Any], copies: bool) -> _Held:
+    stream = io.BytesIO()
+    torch.save(extra, stream)
+    return _Held(_copied(state) if copies else state, stream.getvalue())
+
+
 def _copied(state: dict[str, Any]) -> dict[str, Any]:
     """The same on the host, in memory of its own."""
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -228,7 +242,7 @@ def _copied(state: dict[str, Any]) -> dict[str, Any]:
     return staged  # type: ignore[return-value]  # a future only if it stages by a thread
 
 
-def _write(path: Path, extra: bytes, group: Any, state: dict[str, Any]) -> None:
+def _write(path: Path, held: _Held, group: Any) -> None:
     """Write beside `path`, then publish; by all processes together."""
     from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -236,10 +250,10 @@ def _write(path: Path, extra: bytes, group: Any, state: dict[str, Any]) -> None:
     part = folders.beside(path, "part")
     together(lambda: folders.prepare(path) if first else None, group, "save")
     with _as_checkpoint_errors(), _without_group_warning():
-        dcp_save(state, checkpoint_id=part, process_group=group)
+        dcp_save(held.state, checkpoint_id=part, process_group=group)
     own = together(lambda: folders.sums(part, f"__{_rank(group)}_*"), group, "save")
     files = [own] if group is None else _gathered(own, group)
-    together(lambda: _finish(part, path, extra, files) if first else None, group, "save")
+    together(lambda: _finish(part, path, held.extra, files) if first else None, group, "save")
 
 
 def _gathered(own: folders.Sums, group: Any) -> list[folders.Sums]:
