@@ -24,7 +24,7 @@ An optimizer is an expression over any tree of tensors, in optax's grammar; its 
   `join_schedules`
 - quantization: `Dense`, `Block` and `Factored` (the second moment), `FlatBlocks`, `find_block`, `find_blocks`,
   `calibrate`, `refresh`, `learn_codebook`, `default_codebook`, `gradient_histogram`, `Quantized`, `quantize`,
-  `dequantize`, `requantize`
+  `dequantize`, `requantize`; `Scope`: processes named by hand that learn one codebook
 - states and reports: `describe`, `state_bytes`, `flatten_state`, `unflatten_state`, `compare_names`, `tree_get`,
   `tree_set`, `tree_map` for transforms of your own, `fuse`; a state's class is named like its transform, as
   `ScaleByAdamState`; what does not fit together raises `StructureError`
@@ -90,6 +90,7 @@ from gefen_fn.schedule import (
     warmup_cosine_decay_schedule,
     warmup_stable_decay_schedule,
 )
+from gefen_fn.scope import Scope
 from gefen_fn.second_moment import Block, Dense, Factored, FactoredState
 from gefen_fn.spec import MatrixAxes, adjust_scale
 from gefen_fn.state_io import (
@@ -140,6 +141,7 @@ __all__ = [
     "ScaleByMuonState",
     "ScaleByScheduleState",
     "Schedule",
+    "Scope",
     "Step",
     "StochasticRoundingState",
     "StructureError",

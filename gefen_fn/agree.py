@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gefen_fn.shards import is_sharded, mesh_group, piece_of
+from gefen_fn.scope import Scope, control_device
+from gefen_fn.shards import is_sharded, mesh_group, parts_of, piece_of
 from gefen_fn.tree import StructureError
 from gefen_kernels import reference
 
@@ -25,46 +26,103 @@ class GroupFailure(RuntimeError):
     """Another member of the process group failed, so that this one stopped before it changed anything."""
 
 
-def group_of(leaves: Sequence[Tensor | None]) -> Any:
-    """The smallest process group that contains every mesh the leaves live on; None without shards.
+def group_of(leaves: Sequence[Tensor | None], scope: Scope | None = None) -> Any:
+    """Who acts together: a scope given by hand, else the smallest process group that contains every mesh of the leaves.
+
+    Args:
+        leaves: DTensors and plain tensors.
+        scope: that replaces what the meshes say.
+
+    Returns:
+        The scope, or a process group; None without shards, or where this process is alone.
 
     Raises:
-        StructureError: if no mesh contains the others and together they are not the default group.
+        StructureError: if no mesh contains the others and together they are not the default group, or if the members of
+            the scope hold a part of a leaf only.
     """
-    sharded = [x for x in leaves if is_sharded(x)]
-    return _group_of(tuple(dict.fromkeys(x.device_mesh for x in sharded))) if sharded else None  # type: ignore[union-attr]  # DTensors
+    if scope is not None:
+        for x in leaves:
+            if is_sharded(x):
+                _check_covered(scope, tuple(x.shape), x.device_mesh, tuple(x.placements))  # type: ignore[union-attr]  # a DTensor
+        return scope if len(scope.members) > 1 else None
+    meshes = meshes_of(leaves)
+    return _group_of(dist.group.WORLD, meshes) if meshes else None
+
+
+def meshes_of(leaves: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """The meshes that the leaves live on, each once."""
+    return tuple(dict.fromkeys(x.device_mesh for x in leaves if is_sharded(x)))  # type: ignore[union-attr]  # DTensors
 
 
 @functools.lru_cache(maxsize=256)
-def _group_of(meshes: tuple[Any, ...]) -> Any:
-    members = [frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes]
-    union = frozenset().union(*members)
-    widest = max(range(len(meshes)), key=lambda n: len(members[n]))
-    if len(union) == dist.get_world_size():
-        return dist.group.WORLD
-    if members[widest] != union:
+def ranks_of(meshes: tuple[Any, ...]) -> frozenset[int]:
+    """All processes of some meshes."""
+    return frozenset(rank for mesh in meshes for rank in mesh.mesh.flatten().tolist())
+
+
+def members_of(meshes: Sequence[Any]) -> tuple[int, ...]:
+    """The ranks of the processes of one mesh that contains the others, or of the whole world.
+
+    Raises:
+        StructureError: if they are neither.
+    """
+    members, union = [ranks_of((mesh,)) for mesh in meshes], ranks_of(tuple(meshes))
+    if union not in members and len(union) < dist.get_world_size():
         raise StructureError(
             f"One mesh must contain the others, or all be the whole world: got meshes over {list(map(sorted, members))}"
             f" of {dist.get_world_size()} processes. Build the meshes as parts of one `init_device_mesh`."
         )
-    return mesh_group(meshes[widest], range(meshes[widest].ndim))
+    return tuple(sorted(union))
+
+
+@functools.lru_cache(maxsize=256)
+def _group_of(world: Any, meshes: tuple[Any, ...]) -> Any:
+    """The group of the members; `world` is the default group, which may be another one later."""
+    members = members_of(meshes)
+    if len(members) == 1:
+        return None
+    if len(members) == dist.get_world_size():
+        return world
+    widest = max(meshes, key=lambda mesh: mesh.size())
+    return mesh_group(widest, range(widest.ndim))
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_covered(scope: Scope, whole: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> None:
+    """Raise `StructureError` unless the members of a scope hold all of a leaf between them."""
+    parts = parts_of(whole, mesh, placements)
+    lacking = set(parts.values()) - {parts[rank] for rank in scope.members if rank in parts}
+    if lacking:
+        raise StructureError(
+            f"The members of a scope must hold every entry of a leaf: got {scope!r} without those that hold "
+            f"{len(lacking)} parts of a leaf of shape {whole} on a mesh over {sorted(parts)}. Name whole replicas."
+        )
 
 
 def counted(leaves: Sequence[Tensor | None], group: Any) -> list[bool]:
     """Whether this member's part of each leaf is its to count: of equal parts the first member's is.
 
     Asks the other members once for each way in which a leaf lies, all together; the question depends on what all
-    members have in common, so that all ask it or none.
+    members have in common, so that all ask it or none. In a scope given by hand plain tensors differ, and each member
+    counts its own.
     """
     if group is None:
         return [True] * len(leaves)
     ways = [None if x is None else (group, *_way(x)) for x in leaves]
+    own_ways = {way for way, x in zip(ways, leaves, strict=True) if isinstance(group, Scope) and not is_sharded(x)}
+    _COUNTED.update(dict.fromkeys(own_ways - {None}, True))
     new = {way: _mark(x) for way, x in zip(ways, leaves, strict=True) if x is not None and way not in _COUNTED}
     if new:
-        own = torch.tensor(list(new.values()), dtype=torch.int64, device=control_device(group))
-        seen = (gathered(own, group)[: dist.get_rank(group)] == own).any(0)
+        processes, device = _channel(group)
+        own = torch.tensor(list(new.values()), dtype=torch.int64, device=device)
+        seen = (gathered(own, group)[: dist.get_rank(processes)] == own).any(0)
         _COUNTED.update(zip(new, (~seen & (own != 0)).tolist(), strict=True))
     return [way is not None and _COUNTED[way] for way in ways]
+
+
+def knows(leaves: Sequence[Tensor | None], group: Any) -> bool:
+    """Whether `counted` would answer without asking."""
+    return group is None or all(x is None or (group, *_way(x)) in _COUNTED for x in leaves)
 
 
 def _way(x: Tensor) -> tuple[Any, ...]:
@@ -79,17 +137,17 @@ def _mark(x: Tensor) -> int:
     return zlib.crc32(repr((piece.offset, piece.shape)).encode()) if min(piece.shape, default=1) else 0
 
 
-def control_device(group: Any) -> torch.device:
-    """Where a group's small tensors travel: the CPU if a back end serves it, so that no device waits."""
-    kinds = dict(part.split(":") for part in dist.distributed_c10d.get_backend_config(group).split(","))
-    return torch.device("cpu" if "cpu" in kinds else next(iter(kinds)))
+def _channel(group: Any) -> tuple[Any, torch.device]:
+    """The process group of a group or scope, and where its small tensors travel."""
+    return (group.group, group.device) if isinstance(group, Scope) else (group, control_device(group))
 
 
 def gathered(x: Tensor, group: Any) -> Tensor:
     """`x` of every member, `[members, *x.shape]`."""
-    x = x.to(control_device(group)).contiguous()
-    out = x.new_empty((dist.get_world_size(group), *x.shape))
-    dist.all_gather(list(out.unbind()), x, group=group)
+    processes, device = _channel(group)
+    x = x.to(device).contiguous()
+    out = x.new_empty((dist.get_world_size(processes), *x.shape))
+    dist.all_gather(list(out.unbind()), x, group=processes)
     return out
 
 
@@ -99,8 +157,9 @@ def total(x: Tensor, group: Any) -> Tensor:
         return x
     if x.is_floating_point():
         return reference.tree_sum(gathered(x, group), 0).to(x.device)
-    out = x.to(control_device(group), copy=True)
-    dist.all_reduce(out, group=group)
+    processes, device = _channel(group)
+    out = x.to(device, copy=True)
+    dist.all_reduce(out, group=processes)
     return out.to(x.device)
 
 
@@ -109,16 +168,20 @@ def any_member(x: Tensor, group: Any) -> Tensor:
     return x if group is None else gathered(x.to(torch.uint8), group).bool().any(0).to(x.device)
 
 
-def together(attempt: Callable[[], Result], group: Any, phase: str) -> Result:
+def together(
+    attempt: Callable[[], Result], group: Any, phase: str, digest: Callable[[Result], int] = lambda _: 0
+) -> Result:
     """What `attempt` returns, if no member's attempt fails; it must change nothing and send nothing.
 
     Args:
         attempt: what each member does for itself.
-        group: the process group whose members call this, all of them; None for this process alone.
+        group: the process group or scope whose members call this, all of them; None for this process alone.
         phase: what is attempted, for the others' error.
+        digest: a number that all members' results must have in common.
 
     Raises:
-        GroupFailure: if it failed on other members only; a member on which it failed raises its own error.
+        GroupFailure: if it failed on other members only, or if results differ; a member on which it failed raises its
+            own error.
     """
     if group is None:
         return attempt()
@@ -127,13 +190,20 @@ def together(attempt: Callable[[], Result], group: Any, phase: str) -> Result:
         result = attempt()
     except Exception as raised:  # whatever it is, the others have to hear of it before it goes its way
         error = raised
-    failed = gathered(torch.tensor([error is not None], dtype=torch.uint8, device="cpu"), group)
-    members = failed.flatten().nonzero().flatten().tolist()
+    record = [0, digest(result)] if error is None else [1, 0]  # type: ignore[arg-type]  # it has succeeded
+    failed, digests = gathered(torch.tensor(record, dtype=torch.int64, device="cpu"), group).cpu().unbind(1)
+    members = failed.nonzero().flatten().tolist()
     if error is not None:
         raise error
     if members:
         raise GroupFailure(
             f"What fails on one member fails on all: `{phase}` failed on members {members} of {len(failed)}, and "
             "nothing was changed here. Their own errors say why."
+        )
+    if len(set(digests.tolist())) > 1:
+        raise GroupFailure(
+            f"All members must come to one result: `{phase}` had another one on members "
+            f"{(digests != digests[0]).nonzero().flatten().tolist()} than on member 0, and nothing was changed. "
+            "Give all members the same scope and the same build."
         )
     return result  # type: ignore[return-value]  # it is None only if `attempt` returned that

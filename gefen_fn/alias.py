@@ -136,7 +136,7 @@ def gefen(
         second_moment: the policy `Dense()`, `Block()` or `Factored()`.
         b2_warmup: exponent q of the warmed `min(b2, 1 - t^-q)`; `None` corrects the bias instead.
         block: entries per scale of the codes: an int, a tree of int, or `FlatBlocks(tree)`.
-        codebook: `"learned"`, `"fixed"`, or a tensor of levels.
+        codebook: `"learned"`, `"fixed"`, a tensor of levels, or a `Scope` that learns one together.
         drive: which moment gives the direction, `"m"` or the published `"m_hat"`.
         rounding: of the codes, `"nearest"` or `"stochastic"`.
 

@@ -1,5 +1,6 @@
 """Learning codebooks now, so that compiled, vmapped and captured steps need not."""
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from gefen_fn.base import GradientTransformation, OptState, Params, Updates
 from gefen_fn.blocks import LeafLayout
 from gefen_fn.quantize import has_codebook, histogram_of, requantize
 from gefen_fn.scalar import capturing, under_vmap
+from gefen_fn.scope import Scope
 from gefen_fn.tree import tree_leaves, tree_map
 from gefen_kernels.codebook import learn_codebook
 
@@ -104,7 +106,11 @@ def _move_codes(old: Any, new: Any) -> Any:
 
 
 def learn_once(
-    updates: Updates, codebook: Tensor, learned: Tensor, layout: Sequence[LeafLayout | None]
+    updates: Updates,
+    codebook: Tensor,
+    learned: Tensor,
+    layout: Sequence[LeafLayout | None],
+    scope: Scope | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The codebook and `learned` after these gradients; zero gradients and overflows leave them as they are.
 
@@ -113,6 +119,7 @@ def learn_once(
         codebook: fp32 `[256]`.
         learned: bool scalar, read on the host; a learned codebook is frozen.
         layout: how the blocks of each leaf lie.
+        scope: the members that learn together; None for those of the leaves' meshes.
 
     Raises:
         RuntimeError: if the codebook is still to be learned where the host cannot read, also when a compiled step runs.
@@ -124,7 +131,8 @@ def learn_once(
         return codebook, learned
     check_can_learn()
     leaves = tree_leaves(updates)
-    return learn_from(histogram_of(leaves, layout), codebook, learned, agree.group_of(leaves))
+    group = agree.group_of(leaves, scope)
+    return learn_from(histogram_of(leaves, layout, group), codebook, learned, group)
 
 
 def check_can_learn() -> None:
@@ -140,12 +148,18 @@ def learn_from(counts: Tensor, codebook: Tensor, learned: Tensor, group: Any = N
         counts: int64 `[4096]`, the same for all members of the group.
         codebook: fp32 `[256]`.
         learned: bool scalar.
-        group: the members that learn with this one; None for none.
+        group: the group or scope that learns with this one; None for none.
 
     Raises:
-        GroupFailure: if another member cannot learn.
+        GroupFailure: if another member cannot learn, or learns another one.
     """
     if not counts.any():
         return codebook, learned
-    book = agree.together(lambda: learn_codebook(counts.cpu()), group, "learning a codebook")
+    of_whom = zlib.crc32(repr(group).encode()) if isinstance(group, Scope) else 0
+    book = agree.together(
+        lambda: learn_codebook(counts.cpu()),
+        group,
+        "learning a codebook",
+        lambda book: zlib.crc32(book.numpy().tobytes(), of_whom),
+    )
     return book.to(codebook.device), torch.ones_like(learned)

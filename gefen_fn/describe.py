@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gefen_fn import agree
 from gefen_fn.base import GradientTransformation, Params, Recipe
 from gefen_fn.blocks import FlatBlocks, dense_reason, leaf_layout
 from gefen_fn.contract import Capabilities, claims
 from gefen_fn.fuse import fuse
 from gefen_fn.program import inner_of
+from gefen_fn.scope import Scope, learns
 from gefen_fn.second_moment import Block, Factored, policy_for
 from gefen_fn.shards import placed_shape, placements_of
 from gefen_fn.state_io import flatten_state, state_bytes
@@ -56,6 +58,7 @@ class Report(NamedTuple):
         shared_bytes: state that belongs to no parameter, such as a codebook.
         entries: entries of all parameters.
         claims: the layouts it can train on, and what a checkpoint restores.
+        learners: who learns the codebook of each stage that learns one, in words.
     """
 
     expression: str
@@ -64,6 +67,7 @@ class Report(NamedTuple):
     shared_bytes: int
     entries: int
     claims: Capabilities
+    learners: Mapping[str, str]
 
     @property
     def bytes(self) -> int:
@@ -81,6 +85,7 @@ class Report(NamedTuple):
         share = f", {self.bytes / self.entries:.4f} bytes per parameter" if self.entries else ""
         head = [self.expression, f"fused: {self.fused or 'nothing'}", f"trains on: {', '.join(self.claims.layouts)}"]
         head.append(f"checkpoints: {_guarantee(self.claims)}")
+        head += [f"codebook of {stage}: learned by {who}" for stage, who in self.learners.items()]
         return "\n".join([*head, *lines, f"{self.bytes:,} bytes of state{share}"])
 
 
@@ -95,7 +100,7 @@ def describe(tx: GradientTransformation, params: Params) -> Report:
         A report; `print` it for a table.
 
     Raises:
-        StructureError: if a leaf is not a dense floating-point tensor.
+        StructureError: if a leaf is not a dense floating-point tensor, or if their meshes overlap.
     """
     check_leaves(params)
     meta = tree_map(lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta"), params)
@@ -107,7 +112,24 @@ def describe(tx: GradientTransformation, params: Params) -> Report:
     rules = quantizing(tx)
     reports = tuple(_leaf(path, places[path], owned[path], rules) for path in leaves)
     step, entries = fuse(tx), sum(p.numel() for p in leaves.values())
-    return Report(repr(tx), "" if step is None else str(step), reports, state_bytes(owned[None]), entries, claims(tx))
+    fused, shared = "" if step is None else str(step), state_bytes(owned[None])
+    held = {stage: [places[key] for key in leaves if any(_is_of(x, stage) for x in owned[key])] for stage in rules}
+    who = {stage: _learners(rule["codebook"], held[stage]) for stage, rule in rules.items() if learns(rule["codebook"])}
+    return Report(repr(tx), fused, reports, shared, entries, claims(tx), who)
+
+
+def _is_of(key: str, stage: str) -> bool:
+    return key.split(".")[0] == stage
+
+
+def _learners(codebook: Any, leaves: list[Any]) -> str:
+    """Who learns a codebook, in words."""
+    scope, meshes = Scope.of(codebook), agree.meshes_of(leaves)
+    if scope is None and not meshes:
+        return "this process alone"
+    ranks = agree.members_of(meshes) if scope is None else scope.members
+    listed = f"members {', '.join(map(str, ranks))}" if len(ranks) <= 8 else f"{len(ranks)} members"
+    return f"{listed} of {'the meshes' if scope is None else f'scope {scope.name!r}'}"
 
 
 def _guarantee(claims: Capabilities) -> str:

@@ -6,21 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gefen_fn import agree
 from gefen_fn.base import Params, Updates
 from gefen_fn.blocks import Blocks, FlatBlocks, LeafLayout, check_block
 from gefen_fn.calibrate import learn_once
 from gefen_fn.quantize import Quantized, quantized_zeros, requantize, tie_rule
 from gefen_fn.scalar import check_choice
+from gefen_fn.scope import Scope, learns
 from gefen_fn.shards import local, zeros_placed
 from gefen_fn.tree import StructureError, tree_leaves, tree_map
 from gefen_kernels import reference
 from gefen_kernels.codebook import default_codebook
 
 
-def check_codebook(codebook: str | Tensor) -> reference.Ties:
+def check_codebook(codebook: str | Tensor | Scope) -> reference.Ties:
     """Refuse what cannot be a codebook; return its tie rule."""
     if isinstance(codebook, str):
         check_choice("codebook", codebook, ("learned", "fixed"))
+    if isinstance(codebook, (str, Scope)):
         return "zero"
     return tie_rule(codebook)
 
@@ -32,14 +35,22 @@ def check_blocks(block: Blocks) -> None:
         check_block(length)
 
 
-def first_codebook(codebook: str | Tensor, params: Params) -> Tensor:
-    """A fresh copy of the codebook that a state starts with, where the parameters are; real for meta parameters."""
+def first_codebook(codebook: str | Tensor | Scope, params: Params) -> Tensor:
+    """A fresh copy of the codebook that a state starts with, where the parameters are; real for meta parameters.
+
+    Raises:
+        StructureError: if the members of a scope do not hold every entry of a leaf.
+    """
+    if isinstance(codebook, Scope):
+        agree.group_of(tree_leaves(params), codebook)
     book = codebook.detach().clone() if isinstance(codebook, Tensor) else default_codebook()
     devices = [p.device for p in tree_leaves(params) if p is not None and p.device.type != "meta"]
     return book.to(devices[0] if devices else torch.device("cpu"))
 
 
-def with_codebook(codebook: str | Tensor, updates: Updates, state: Any, layout: Sequence[LeafLayout | None]) -> Any:
+def with_codebook(
+    codebook: str | Tensor | Scope, updates: Updates, state: Any, layout: Sequence[LeafLayout | None]
+) -> Any:
     """The state with its codebook learned, if it is to be and was not; codes move with it, as a load brings some.
 
     Args:
@@ -49,9 +60,9 @@ def with_codebook(codebook: str | Tensor, updates: Updates, state: Any, layout: 
         layout: how the blocks of each leaf lie.
     """
     quantized = any(x is not None and x.dtype == torch.uint8 for x in tree_leaves(state.mu))
-    if not (quantized and isinstance(codebook, str) and codebook == "learned"):
+    if not (quantized and learns(codebook)):
         return state
-    book, learned = learn_once(updates, state.codebook, state.learned, layout)
+    book, learned = learn_once(updates, state.codebook, state.learned, layout, Scope.of(codebook))
     if book is state.codebook:
         return state
     moved = requantize(state.mu, state.codebook, book)

@@ -31,6 +31,7 @@ from gefen_fn.program import Part, Program, Stage, at, put, recognise
 from gefen_fn.rounding import StochasticRoundingState
 from gefen_fn.scalar import capturing, check_state, multiply
 from gefen_fn.scale import need_params
+from gefen_fn.scope import Scope, learns
 from gefen_fn.shards import local
 from gefen_fn.step_values import changes_of, draws_of, scalars_of, value_of
 from gefen_fn.tree import (
@@ -247,8 +248,9 @@ def _move_codes(unlearned: list[Part], plan: StepPlan, grads: Sequence[Any]) -> 
     """Whether a codebook is about to be learned under codes, here or on another member, that are not zero's."""
     if not unlearned:
         return False
-    started = any(work.started for work in plan.works if work.part in unlearned)
-    return bool(agree.any_member(torch.tensor(started, device="cpu"), agree.group_of(grads)))
+    started = torch.tensor(any(work.started for work in plan.works if work.part in unlearned), device="cpu")
+    groups = dict.fromkeys(_learners(part, grads) for part in unlearned)
+    return any([bool(agree.any_member(started, group)) for group in groups])
 
 
 def _clip_factor(clip: Stage | None, norm: Tensor | None, state: OptState) -> Tensor | None:
@@ -297,13 +299,17 @@ def _drawn(part: Part, state: OptState) -> Tree:
 
 def _unlearned(program: Program, plan: StepPlan, state: OptState) -> list[Part]:
     """The parts whose codebooks are to be learned and were not, and that have leaves to learn from."""
-    rules = [(part, part.core.recipe.kwargs["codebook"]) for part in program.parts if part.quantizes]
-    learning = [part for part, rule in rules if isinstance(rule, str) and rule == "learned"]
+    learning = [part for part in program.parts if part.quantizes and learns(part.core.recipe.kwargs["codebook"])]
     able = [part for part in learning if any(w.part is part and not w.layout.dense for w in plan.works)]
     unlearned = [part for part in able if not bool(_stage(part, state).learned)]
     if unlearned:
         check_can_learn()
     return unlearned
+
+
+def _learners(part: Part, grads: Sequence[Any]) -> Any:
+    """The group or scope that learns the codebook of a part."""
+    return agree.group_of(grads, Scope.of(part.core.recipe.kwargs["codebook"]))
 
 
 def _learned(
@@ -312,10 +318,9 @@ def _learned(
     """The state with these parts' codebooks learned."""
     if not unlearned:
         return state
-    group = agree.group_of(grads)
-    mine = agree.counted(grads, group)
     for part in unlearned:
-        stage = _stage(part, state)
+        group, stage = _learners(part, grads), _stage(part, state)
+        mine = agree.counted(grads, group)
         counts = torch.zeros(4096, dtype=torch.int64, device="cpu")
         for work in plan.works:
             if work.part is part and not work.layout.dense and mine[work.index]:

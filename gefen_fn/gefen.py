@@ -38,6 +38,7 @@ from gefen_fn.scalar import (
     rounded,
     smaller,
 )
+from gefen_fn.scope import Scope
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT, SecondMoment, check_policy, policy_for
 from gefen_fn.shards import local
 from gefen_fn.tree import (
@@ -79,7 +80,7 @@ class _Rule(NamedTuple):
     second_moment: SecondMoment
     b2_warmup: Scalar | Tree | None
     block: Blocks
-    codebook: str | Tensor
+    codebook: str | Tensor | Scope
     drive: str
     rounding: str
     ties: reference.Ties
@@ -94,7 +95,7 @@ def scale_by_gefen(
     second_moment: SecondMoment = DEFAULT_SECOND_MOMENT,
     b2_warmup: Scalar | Tree | None = 0.9,
     block: Blocks = DEFAULT_BLOCK,
-    codebook: str | Tensor = "learned",
+    codebook: str | Tensor | Scope = "learned",
     drive: str = "m",
     rounding: str = "nearest",
 ) -> GradientTransformation:
@@ -114,7 +115,7 @@ def scale_by_gefen(
             `c2 = 1 - b2^t`, the published form.
         block: entries per block: an int, a tree of ints, or `FlatBlocks`.
         codebook: `"learned"`: from the first gradients with a non-zero quantized entry, which reads the host;
-            `"fixed"`: the default codebook; or an fp32 tensor `[256]`.
+            `"fixed"`: the default codebook; an fp32 tensor `[256]`; or a `Scope` that learns one together.
         drive: `"m"`: d is the moment before it is stored; `"m_hat"`: what is stored, the published form.
         rounding: `"nearest"`, or `"stochastic"` by distance, drawn from (leaf path, count, index).
 

@@ -183,12 +183,12 @@ def gradient_histogram(grads: Tree, *, block: Blocks = DEFAULT_BLOCK) -> Tensor:
     Raises:
         StructureError: if a leaf is not a dense floating-point tensor.
     """
-    return histogram_of(tree_leaves(grads), layout_list(block, grads))
+    leaves = tree_leaves(grads)
+    return histogram_of(leaves, layout_list(block, grads), agree.group_of(leaves))
 
 
-def histogram_of(leaves: Sequence[Tensor | None], layout: Sequence[LeafLayout | None]) -> Tensor:
-    """`gradient_histogram` of leaves whose blocks lie as given."""
-    group = agree.group_of(leaves)
+def histogram_of(leaves: Sequence[Tensor | None], layout: Sequence[LeafLayout | None], group: Any) -> Tensor:
+    """`gradient_histogram` of leaves whose blocks lie as given, over the members of a group or scope."""
     rows = zip(leaves, layout, agree.counted(leaves, group), strict=True)
     kept = [(local(g), at) for g, at, counts in rows if at is not None and counts and not at.dense]
     total = torch.zeros(4096, dtype=torch.int64, device=kept[0][0].device if kept else None)

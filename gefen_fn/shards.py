@@ -115,6 +115,12 @@ def _part(
     return tuple(shape), tuple(offset)
 
 
+def parts_of(whole: tuple[int, ...], mesh: Any, placements: tuple[Any, ...]) -> dict[int, Any]:
+    """Shape and offset of the part that each member of a mesh holds, by rank."""
+    at = itertools.product(*map(range, mesh.shape))
+    return {int(mesh.mesh[place]): _part(whole, mesh, placements, place) for place in at}
+
+
 @functools.lru_cache(maxsize=4096)
 def _peers(whole: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], axes: frozenset[int]) -> Peers:
     over = [d for d, p in enumerate(placements) if not p.is_replicate() and p.dim in axes and mesh.shape[d] > 1]

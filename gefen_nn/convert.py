@@ -14,6 +14,7 @@ from gefen_fn.describe import quantizing
 from gefen_fn.gefen import scale_by_gefen
 from gefen_fn.muon import scale_by_muon
 from gefen_fn.quantize import gradient_histogram
+from gefen_fn.scope import learns
 from gefen_fn.second_moment import policy_for
 from gefen_nn import groups
 from gefen_nn.errors import CheckpointError
@@ -113,7 +114,7 @@ def _fill_quantizing(
     first = next(leaves for leaves in state.values() if f"{stage}.codebook" in leaves)
     book, learned = first[f"{stage}.codebook"], first[f"{stage}.learned"]
     parts = {name: own_part(m.mu, params[name]) for name, m in own.items()}
-    if rule["codebook"] == "learned" and not learned:
+    if learns(rule["codebook"]) and not learned:
         everything = {name: parts.get(name) for name in params}
         book, learned = learn_from(gradient_histogram(everything, block=rule["block"]), book, learned)
     for leaves in state.values():

@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gefen_fn import agree
 from gefen_fn.agree import together
 from gefen_fn.base import GradientTransformation, OptState, check_transform, write_updates
 from gefen_fn.describe import Report, describe
@@ -20,6 +19,7 @@ from gefen_fn.shards import placements_of
 from gefen_fn.tree import StructureError, check_floating
 from gefen_kernels import ops
 from gefen_nn import checkpoint, groups, state_view
+from gefen_nn.control import Control
 from gefen_nn.hooks import call, run_post_hooks, run_pre_hooks
 from gefen_nn.kept import Kept
 from gefen_nn.vote import Gradients, Phases, Scaler, agreed
@@ -75,6 +75,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._keys = self.keys or groups.group_keys(injection.tx)
         self._rebuild = getattr(injection.tx.update, "rebuild", dict)
         self._checked: list[dict[str, Any]] = []
+        self._control = Control(tx)
         self._ready = False
         super().__init__(params, {**groups.group_defaults(injection.tx, self._keys, self.block), **self._start})
         self._accept()
@@ -172,6 +173,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         if len(set(names)) != len(names) or len(set(params)) != len(params):
             repeated = sorted({n for n in names if names.count(n) > 1})
             raise ValueError(f"Each parameter and name appears once: got {repeated or 'a tensor'} twice. Drop one.")
+        self._group()
         self._sync()
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
@@ -269,7 +271,6 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         phases, hooked = Phases(self._group()), type(self).step is TransformOptimizer.step  # else torch ran them
-        agree.counted(list(self._named().values()), phases.group)  # asked by all, before any of them can fail
         if hooked:
             closure = phases.attempt("pre-hooks", lambda: run_pre_hooks(self, closure))
         loss = phases.attempt("closure", lambda: call(closure))
@@ -277,7 +278,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         params = phases.attempt("structure", self._sync)
         grads = phases.attempt("gradients", lambda: self._gradients(params or {}))
         scaler = phases.attempt("scaler", lambda: Scaler.of(self))
-        squares = self._fused.squares_here if isinstance(self._fused, Step) else lambda grads: None
+        summing = self._fused if self._control.sums else None
+        squares = summing.squares_here if isinstance(summing, Step) else lambda grads: None
         agreement = agreed(phases, self._named(), grads, scaler, self._live_state, squares)
         grads = agreement.grads
         self._kept.skipped = agreement.overflow or all(g is None for g in grads.values())
@@ -299,8 +301,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         return self._group() is not None
 
     def _group(self) -> Any:
-        """The process group of all parameters; None if none is sharded."""
-        return agree.group_of(list(self._named().values()))
+        """Who votes before a step; None for this process alone."""
+        return self._control.of(list(self._named().values()))
 
     def _gradients(self, params: dict[str, Tensor]) -> dict[str, Tensor | None]:
         """The gradients by name, checked."""

@@ -4,6 +4,7 @@ A record is 64 bytes and two bits for each parameter. Decisions are ORs, asserti
 the members. Without a group each phase fails for itself, and nothing is sent.
 """
 
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,7 +36,8 @@ _HEAD = np.dtype(
         ("state", "u4"),
         ("scale", "f8"),
         ("squares", "f8"),
-        ("spare", "V36"),
+        ("clips", "u1"),
+        ("spare", "V35"),
     ]
 )
 
@@ -91,8 +93,8 @@ class Ballot(NamedTuple):
         structure: a digest of names, shapes, dtypes and placements, 32 bits.
         state: a digest of counters and codebooks, 32 bits.
         scaler: what a gradient scaler left; None without one.
-        clips: whether the step needs a norm.
-        squares: the sum of squares of what this member counts of it.
+        squares: the sum of squares of what this member counts of a norm; None if the step needs none, or if who counts
+            what is still to be asked, which may be done after the vote alone.
     """
 
     names: Sequence[str]
@@ -101,8 +103,7 @@ class Ballot(NamedTuple):
     structure: int
     state: int
     scaler: Scaler | None
-    clips: bool
-    squares: float
+    squares: float | None
 
 
 class Outcome(NamedTuple):
@@ -111,17 +112,21 @@ class Outcome(NamedTuple):
     Attributes:
         present: whether each parameter has a gradient anywhere.
         overflow: whether all leave this step out.
-        squares: 0-dim float64, the sum over all members.
+        squares: 0-dim float64, the sum over all members; None unless all gave theirs.
     """
 
     present: Sequence[bool]
     overflow: bool
-    squares: Tensor
+    squares: Tensor | None
 
 
 def structure_digest(params: Mapping[str, Tensor]) -> int:
     """32 bits that members with the same names, shapes, dtypes and placements have in common."""
-    rows = [(name, tuple(p.shape), p.dtype, placements_of(p)) for name, p in params.items()]
+    return _digest(tuple((name, tuple(p.shape), p.dtype, placements_of(p)) for name, p in params.items()))
+
+
+@functools.lru_cache(maxsize=16)
+def _digest(rows: tuple[Any, ...]) -> int:
     return zlib.crc32(repr(rows).encode())
 
 
@@ -180,7 +185,8 @@ def agreed(
     outcome = phases.vote(len(named), ballot)
     present = dict(zip(named, outcome.present, strict=True))
     whole = {k: torch.zeros_like(named[k]) if g is None and present[k] else g for k, g in (grads or {}).items()}
-    return Agreement(whole, outcome.overflow, outcome.squares.sqrt().float() if ballot and ballot.clips else None)
+    norm = None if outcome.squares is None else outcome.squares.sqrt().float()
+    return Agreement(whole, outcome.overflow, norm)
 
 
 def _ballot(
@@ -192,9 +198,11 @@ def _ballot(
 ) -> Ballot:
     given = [grads.get(name) is not None for name in named]
     filled = [local(p).numel() > 0 for p in named.values()]
-    own = squares(grads) if scaler is None else None  # scaled gradients have another norm
+    here, group = list(grads.values()), agree.group_of(list(named.values()))
+    asked = agree.group_of(here) is group and agree.knows(here, group)
+    own = squares(grads) if asked and scaler is None else None  # scaled gradients have another norm
     digests = structure_digest(named), state_digest(state())
-    return Ballot(list(named), given, filled, *digests, scaler, own is not None, 0.0 if own is None else float(own))
+    return Ballot(list(named), given, filled, *digests, scaler, None if own is None else float(own))
 
 
 class Phases:
@@ -242,8 +250,9 @@ class Phases:
         _check_scalers(heads)
         given, lacking = _bits(table, parameters)
         _check_gradients(ballot.names, given, lacking)
-        squares = reference.tree_sum(torch.from_numpy(heads["squares"].astype(np.float64)), 0)
-        return Outcome(np.any(given, axis=0).tolist(), bool(heads["overflow"].any()), squares)
+        squares = torch.from_numpy(heads["squares"].astype(np.float64)) if heads["clips"].all() else None
+        norm = None if squares is None else reference.tree_sum(squares, 0)
+        return Outcome(np.any(given, axis=0).tolist(), bool(heads["overflow"].any()), norm)
 
     def _check_failures(self, failed: Table) -> None:
         if failed.any():
@@ -261,8 +270,9 @@ def _record(failed: int, parameters: int, ballot: Ballot | None) -> Table:
     if ballot is not None:
         given, filled = np.asarray(ballot.given, np.bool_), np.asarray(ballot.filled, np.bool_)
         bits[:] = given, filled & ~given
-        for field in ("structure", "state", "squares"):
+        for field in ("structure", "state"):
             head[field] = getattr(ballot, field)
+        head["clips"], head["squares"] = ballot.squares is not None, ballot.squares or 0.0
         if ballot.scaler is not None:
             head["scaler"], head["scaled"] = True, ballot.scaler.scale is not None
             head["scale"], head["overflow"] = ballot.scaler.scale or 0.0, ballot.scaler.overflow

@@ -7,10 +7,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from gefen_fn import chain, clip_by_global_norm, gefen
-from gefen_nn import GefenMuon, GroupFailure, TransformOptimizer
+from gefen_nn import Gefen, GefenMuon, GroupFailure, TransformOptimizer
 from tests.distributed.adapter import build, give_gradients
+from tests.distributed.scoped import scope_of
 
 BAD = 1  # the member that fails
+PLAIN = {"scoped": Gefen, "scoped hybrid": GefenMuon}
+"""Optimizers of plain tensors, whose members are those of a scope."""
 
 
 def _raise() -> None:
@@ -22,16 +25,22 @@ class Scene:
 
     def __init__(self, rank: int, sides: tuple[int, ...], kind: str) -> None:
         self.rank = rank
-        self.model, self.optimizer = build(sides)
+        self.model, self.optimizer = build(None if kind in PLAIN else sides)
+        if kind in PLAIN:
+            self.optimizer = PLAIN[kind](list(self.model.named_parameters()), codebook=scope_of((0, 1)))
         if kind == "hybrid":
             self.optimizer = GefenMuon(self.model, lr=1e-2)
         if kind == "clip":
             clipped = chain(clip_by_global_norm(1.0), gefen(1e-2))
             self.optimizer = TransformOptimizer(self.model.named_parameters(), clipped)
         else:
-            give_gradients(self.model, 1)
+            give_gradients(self.model, self._number(1, kind))
             self.optimizer.step()
-        give_gradients(self.model, 2)
+        give_gradients(self.model, self._number(2, kind))
+
+    def _number(self, step: int, kind: str) -> int:
+        """What a step's gradients are made from: plain ones differ between the members."""
+        return 10 * self.rank * (kind in PLAIN) + step
 
     def bits(self) -> list[bytes]:
         """The raw bytes of every parameter and every tensor of the state."""
@@ -65,6 +74,14 @@ def parameter_of_another_shape(scene: Scene) -> None:
     scene.optimizer.step(closure)
 
 
+def parameter_swapped_before(scene: Scene) -> None:
+    if scene.rank == BAD:
+        params = scene.optimizer.param_groups[0]["params"]
+        params[0] = torch.nn.Parameter(torch.zeros(params[0].shape, dtype=torch.float64))
+        params[0].grad = torch.ones_like(params[0])
+    scene.optimizer.step()
+
+
 def pre_hook(scene: Scene) -> None:
     with contextlib.ExitStack() as stack:
         if scene.rank == BAD:
@@ -76,6 +93,9 @@ def pre_hook(scene: Scene) -> None:
 def gradient_placed_differently(scene: Scene) -> None:
     if scene.rank == BAD:
         p = next(p for p in scene.model.parameters() if p.ndim == 2)
+        if not isinstance(p, DTensor):
+            p.grad = torch.eye(p.shape[0], p.shape[1]).to_sparse()
+            return scene.optimizer.step()
         p.grad = DTensor.from_local(torch.ones(p.shape), p.device_mesh, [Replicate()] * p.device_mesh.ndim)
     scene.optimizer.step()
 
@@ -113,8 +133,9 @@ FAULTS = {
     "18 closure before its first collective": closure_before_its_first_collective,
     "18 closure after its last collective": closure_after_its_last_collective,
     "19 closure changes a parameter": parameter_of_another_shape,
+    "20 parameter swapped before": parameter_swapped_before,
     "21 pre-hook": pre_hook,
-    "22 gradient placed differently": gradient_placed_differently,
+    "22 gradient sparse or placed differently": gradient_placed_differently,
     "23 gradient missing": missing_gradient,
     "24 overflow on one": overflow_on_one,
     "25 scaler on one": scaler_on_one,

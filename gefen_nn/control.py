@@ -1,0 +1,123 @@
+"""The control group: who hears, before a step, what each member found."""
+
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gefen_fn import agree
+from gefen_fn.base import GradientTransformation
+from gefen_fn.describe import quantizing
+from gefen_fn.scalar import capturing
+from gefen_fn.scope import Scope, back_ends, control_device
+from gefen_fn.shards import mesh_group
+from gefen_fn.tree import StructureError
+
+_VOTING: dict[Any, Scope] = {}  # by default group and members: one group for votes serves all optimizers
+
+
+class Control:
+    """The members that fail together: those of a scope given by hand, else those of every mesh of the parameters.
+
+    They are found at construction by all members, who tell each other what they see, and stay when a parameter is
+    replaced: what happens to one member must not change whom it tells.
+
+    Attributes:
+        sums: whether they are the members that hold the parameters, so that a sum over a vote is one over the leaves.
+    """
+
+    def __init__(self, tx: GradientTransformation) -> None:
+        scopes = [Scope.of(rule["codebook"]) for rule in quantizing(tx).values()]
+        self._given = _widest([scope for scope in scopes if scope is not None])
+        self._found: Scope | None = None
+        self._seen: frozenset[int] = frozenset()
+        self.sums = False
+
+    def of(self, leaves: Sequence[Tensor]) -> Scope | None:
+        """The members; None for this process alone, and while a graph is captured or compiled.
+
+        Where meshes are new this is a collective, as the making of a process group is.
+
+        Raises:
+            StructureError: on every member, if the meshes overlap, or if members see other meshes.
+        """
+        if torch.compiler.is_compiling() or capturing():
+            return None
+        meshes = agree.meshes_of(leaves)
+        if not agree.ranks_of(meshes) <= self._seen:
+            members = _agreed_members(meshes)
+            self._seen = frozenset(members)
+            votes = self._given is None and len(members) > 1 and dist.get_rank() in members
+            self._found = _voting(members, meshes) if votes else None
+            self.sums = self._given is None or self._given.members == members
+        scope = self._found if self._given is None else self._given
+        return scope if scope is not None and len(scope.members) > 1 else None
+
+
+def _widest(scopes: Sequence[Scope]) -> Scope | None:
+    """The scope that contains the others; None of none."""
+    if not scopes:
+        return None
+    widest = max(scopes, key=lambda scope: len(scope.members))
+    if any(set(scope.members) - set(widest.members) for scope in scopes):
+        raise ValueError(
+            f"One scope must contain the others, as its members vote before a step: got {list(dict.fromkeys(scopes))}. "
+            "Give the parts one scope."
+        )
+    return widest
+
+
+def _agreed_members(meshes: Sequence[Any]) -> tuple[int, ...]:
+    """The members as all of them see them, whoever sees the most meshes among them.
+
+    Neighbours compare what they see. Refusals are passed on as often as one of them sees meshes, so that those at the
+    far end of overlapping meshes hear of it.
+    """
+    try:
+        members, refused = agree.members_of(meshes), None
+    except StructureError as error:
+        members, refused = (), error
+    rank = dist.get_rank()
+    ranks = {tuple(sorted(agree.ranks_of((mesh,)))): mesh for mesh in meshes}
+    groups = [mesh_group(ranks[key], range(ranks[key].ndim)) for key in sorted(ranks) if rank in key and len(key) > 1]
+    own = torch.tensor([zlib.crc32(repr(members).encode()), len(ranks)], dtype=torch.int64, device="cpu")
+    heard = [agree.gathered(own, group).cpu() for group in groups]
+    differ = any(bool((table[:, 0] != own[0]).any()) for table in heard)
+    for sweep in range(1, max((int(table[:, 1].max()) for table in heard), default=0)):
+        still = [group for group, table in zip(groups, heard, strict=True) if sweep < table[:, 1].max()]
+        failed = torch.tensor([differ or refused is not None], dtype=torch.uint8, device="cpu")
+        differ = any([bool(agree.gathered(failed, group).any()) for group in still]) or differ
+    if refused is not None:
+        raise refused
+    if differ:
+        raise StructureError(
+            f"Meshes must not overlap from one member to the next: got meshes over {sorted(map(list, ranks))} here, "
+            "and others elsewhere. Give all members the same parameters, or build the meshes as parts of one "
+            "`init_device_mesh`."
+        )
+    return members
+
+
+def _voting(members: tuple[int, ...], meshes: Sequence[Any]) -> Scope:
+    """The members with a process group for votes alone, whose timeout is that of the group of a mesh."""
+    key = dist.group.WORLD, members
+    if key not in _VOTING:
+        widest = max(meshes, key=lambda mesh: mesh.size())
+        beside = mesh_group(widest, range(widest.ndim))
+        device = control_device(beside)
+        kind = back_ends(beside)[device.type]
+        limit = _timeout(beside, device)
+        group = dist.new_group(list(members), timeout=limit, backend=kind, use_local_synchronization=True)
+        _VOTING[key] = Scope("votes", members, group, device)
+    return _VOTING[key]
+
+
+def _timeout(group: Any, device: torch.device) -> timedelta | None:
+    """The timeout of a process group, if its back end tells."""
+    options = getattr(group._get_backend(device), "options", None)
+    limit: timedelta | None = getattr(options, "_timeout", None)
+    return limit
