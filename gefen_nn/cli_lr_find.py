@@ -34,7 +34,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--high", type=positive, default=1.0, help="last rate of the range test (default: 1)")
     parser.add_argument("--range-steps", type=count, default=100, help="of the range test (default: %(default)s)")
     parser.add_argument("--steps", type=count, default=100, help="of each short run (default: %(default)s)")
-    parser.add_argument("--runs", type=Within(3, 100), default=8, help="most short runs (default: %(default)s)")
+    parser.add_argument("--runs", type=Within(3, 100), default=10, help="most short runs (default: %(default)s)")
     parser.add_argument("--seed", type=Within(0, 2**32 - 1), default=0, help="of every run (default: %(default)s)")
     parser.add_argument("--plot", type=picture, metavar="FILE", help="draw both parts")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

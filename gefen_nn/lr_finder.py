@@ -1,12 +1,13 @@
 """Finding a learning rate: a range test says where to look, short runs at round rates say which one.
 
 The range test raises the rate exponentially from step to step (Smith, "Cyclical learning rates", arXiv 1506.01186): its
-loss falls while steps help, and rises when they are too long. A quarter of the rate at its minimum is where short runs
-begin: each warms up, decays to zero and is judged, and the best rate's neighbours are tried until both are worse.
+loss falls while steps help, and rises when they are too long. It is seen against the untrained model's loss on the same
+batch, which takes out how batches differ. A quarter of the rate at its minimum is where short runs begin: each warms
+up, decays to zero and is judged; rates ten times apart are tried, then neighbours, until those of the best are worse.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -25,18 +26,17 @@ class LrReport(NamedTuple):
     Attributes:
         suggestion: the best rate of the short runs.
         enclosed: whether rates on both sides of it were worse; else `runs` ended the search at an edge.
-        range_test: rate and training loss of each step, until the loss had doubled or was not finite.
+        range_test: of each step its rate, the training loss before it and the untrained model's on that batch; until
+            the loss was twice that or not finite.
         sweep: loss of a short run at each rate, in ascending order of rates; infinite where it diverged.
-        start: loss before the first step.
         steps: of a short run.
         judged_by: "held-out loss", or "training loss" of the last tenth of a run.
     """
 
     suggestion: float
     enclosed: bool
-    range_test: tuple[tuple[float, float], ...]
+    range_test: tuple[tuple[float, float, float], ...]
     sweep: tuple[tuple[float, float], ...]
-    start: float
     steps: int
     judged_by: str
 
@@ -61,7 +61,7 @@ def lr_find(
     high: float = 1.0,
     range_steps: int = 100,
     steps: int = 100,
-    runs: int = 8,
+    runs: int = 10,
     seed: int = 0,
     watch: Watch = silent,
 ) -> LrReport:
@@ -83,22 +83,22 @@ def lr_find(
     """
     _check(low, high, range_steps, steps, runs)
     build = build_named(optimizer) if isinstance(optimizer, str) else optimizer
-    first = make_run(seed)
+    first, untrained = make_run(seed), make_run(seed)
     with watch("range test", range_steps) as advance:
-        test = tuple(_range_test(first, build, low, high, range_steps, advance))
+        test = tuple(_range_test(first, untrained, build, low, high, range_steps, advance))
 
     def judge(place: int) -> float:
         with watch(f"short run, lr {_rate(place):g}", steps + 1) as advance:
             return _short_run(make_run(seed), build, _rate(place), steps, advance)
 
-    losses = _descend(judge, _nearest_place(_guess(test)), runs)
+    losses = _search(judge, _nearest_place(_guess(test)), runs)
     best = min(losses, key=losses.__getitem__)
     if not math.isfinite(losses[best]):
         rates = [f"{_rate(place):g}" for place in sorted(losses)]
         raise ValueError(f"A short run must end with a finite loss: got none at {', '.join(rates)}. Look at the task.")
     sweep = tuple((_rate(place), losses[place]) for place in sorted(losses))
     judged_by = "training loss" if first.held_out is None else "held-out loss"
-    return LrReport(_rate(best), {best - 1, best + 1} <= losses.keys(), test, sweep, test[0][1], steps, judged_by)
+    return LrReport(_rate(best), {best - 1, best + 1} <= losses.keys(), test, sweep, steps, judged_by)
 
 
 def _check(low: float, high: float, range_steps: int, steps: int, runs: int) -> None:
@@ -134,24 +134,25 @@ def _steps(run: Run, build: Build, lr: float, factor: Callable[[int], float]) ->
 
 
 def _range_test(
-    run: Run, build: Build, low: float, high: float, steps: int, advance: Callable[[], None]
-) -> Iterator[tuple[float, float]]:
-    """Rate and loss of each step; the loss is the one after the step before, so it judges the rates up to there."""
-    growth, first = (high / low) ** (1 / (steps - 1)), math.nan
+    run: Run, untrained: Run, build: Build, low: float, high: float, steps: int, advance: Callable[[], None]
+) -> Iterator[tuple[float, float, float]]:
+    """See `LrReport`; a loss judges the rates of the steps before it."""
+    growth = (high / low) ** (1 / (steps - 1))
     for at, loss in zip(range(steps), _steps(run, build, low, lambda at: growth**at), strict=False):
-        first = loss if at == 0 else first
-        if at and not loss <= first + abs(first):  # a NaN is not
+        with torch.no_grad():
+            start = float(untrained.loss())
+        if at and not loss <= start + abs(start):  # a NaN is not
             return
-        yield low * growth**at, loss
+        yield low * growth**at, loss, start
         advance()
 
 
-def _guess(test: tuple[tuple[float, float], ...]) -> float:
-    """A quarter of the rate at which the smoothed loss is least."""
+def _guess(test: Sequence[tuple[float, float, float]]) -> float:
+    """A quarter of the rate at which the smoothed gain over the untrained model is most."""
     half = max(1, len(test) // 20)
-    losses = [loss for _, loss in test]
-    smooth = [fmean(losses[max(0, at - half) : at + half + 1]) for at in range(len(losses))]
-    return test[min(range(len(test)), key=smooth.__getitem__)][0] / 4
+    gains = [start - loss for _, loss, start in test]
+    smooth = [fmean(gains[max(0, at - half) : at + half + 1]) for at in range(len(gains))]
+    return test[max(range(len(test)), key=smooth.__getitem__)][0] / 4
 
 
 def _short_run(run: Run, build: Build, lr: float, steps: int, advance: Callable[[], None]) -> float:
@@ -171,13 +172,14 @@ def _short_run(run: Run, build: Build, lr: float, steps: int, advance: Callable[
     return judged if math.isfinite(judged) else math.inf
 
 
-def _descend(judge: Callable[[int], float], start: int, runs: int) -> dict[int, float]:
-    """Losses by place, from a start downhill until both neighbours of the least are known."""
+def _search(judge: Callable[[int], float], start: int, runs: int) -> dict[int, float]:
+    """Losses by place: from a start downhill by long strides, then by short ones, until the least is enclosed."""
     known = {start: judge(start)}
-    while len(known) < runs:
-        best = min(known, key=known.__getitem__)
-        wanted = next((near for near in (best - 1, best + 1) if near not in known), None)
-        if wanted is None:
-            break
-        known[wanted] = judge(wanted)
+    for stride in (len(_DIGITS), 1):
+        while len(known) < runs:
+            best = min(known, key=known.__getitem__)
+            wanted = next((near for near in (best + stride, best - stride) if near not in known), None)
+            if wanted is None:
+                break
+            known[wanted] = judge(wanted)
     return known

@@ -22,7 +22,10 @@ def draw(report: LrReport, path: Path) -> None:
     """
     figure = new_figure(10, 4)
     left, right = figure.subplots(1, 2)
-    _line(left, report.range_test, "Range test: training loss, the rate grows from step to step", "-")
+    tested = [(lr, loss) for lr, loss, _ in report.range_test]
+    _line(left, tested, "Range test: training loss, the rate grows from step to step", "-")
+    left.plot([row[0] for row in report.range_test], [row[2] for row in report.range_test], color="#bbbbbb", zorder=0)
+    left.annotate("grey: the untrained model", (0.02, 0.02), xycoords="axes fraction", color="#888888")
     ended = [(lr, loss) for lr, loss in report.sweep if math.isfinite(loss)]
     _line(right, ended, f"{report.judged_by.capitalize()} after {report.steps} steps", "o-")
     right.set_xticks([lr for lr, _ in report.sweep], [f"{lr:g}" for lr, _ in report.sweep])

@@ -1,0 +1,118 @@
+"""A learning rate is found where short runs are best, whatever the range test began with."""
+
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from gefen_nn.cli import main
+from gefen_nn.lr_finder import lr_find
+from gefen_nn.task import BUILDS, Run
+
+SHORT = {"range_steps": 30, "steps": 30}
+
+
+def line(seed, held_out=True):
+    """Fit a linear map; fresh batches are drawn from the seed."""
+    torch.manual_seed(seed)
+    net, generator = nn.Linear(32, 32), torch.Generator().manual_seed(seed)
+    target = torch.randn(32, 32, generator=generator)
+
+    def loss():
+        x = torch.randn(8, 32, generator=generator)
+        return (net(x) - x @ target.mT).square().mean()
+
+    def judged():
+        return float((net.weight - target).square().mean())
+
+    return Run(net, loss, judged if held_out else None)
+
+
+def sgd(model, lr):
+    return torch.optim.SGD(model.parameters(), lr)
+
+
+def falling(seed):
+    """A loss that falls without end, so that no rate is too high."""
+    p = nn.Parameter(torch.zeros(()))
+    return Run(nn.ParameterList([p]), lambda: -p.clamp(max=1e30) / 1e3, lambda: float(-p))
+
+
+@pytest.mark.parametrize("build", [*BUILDS.values(), sgd], ids=[*BUILDS, "sgd"])
+def test_the_suggestion_is_the_best_of_the_short_runs_and_its_neighbours_are_worse(build):
+    report = lr_find(line, build, **SHORT)
+    losses = dict(report.sweep)
+    assert report.enclosed and losses[report.suggestion] == min(losses.values()) < 1.2
+    assert min(losses) < report.suggestion < max(losses)
+
+
+def test_rates_are_round_and_seeds_repeat_them():
+    first, again = (lr_find(line, sgd, **SHORT, seed=3) for _ in range(2))
+    assert first == again
+    assert {f"{lr:e}"[0] for lr, _ in first.sweep} <= {"1", "2", "5"}
+
+
+@pytest.mark.parametrize("low", [1e-6, 1e-3])
+def test_the_range_test_ends_where_the_loss_has_doubled(low):
+    rates, losses, untrained = zip(*lr_find(line, sgd, low=low, high=1e3, **SHORT).range_test, strict=True)
+    assert rates[0] == low and rates[-1] < 1e3 and len(rates) < 30
+    assert losses[0] == untrained[0] and all(a <= 2 * b for a, b in zip(losses, untrained, strict=True))
+
+
+def test_a_best_rate_at_the_edge_is_said_to_be_one():
+    report = lr_find(falling, sgd, high=1e-3, **SHORT, runs=3)
+    assert not report.enclosed and "at an edge" in str(report) and len(report.sweep) == 3
+
+
+def test_without_held_out_data_the_last_training_losses_judge():
+    report = lr_find(lambda seed: line(seed, held_out=False), sgd, **SHORT)
+    assert report.judged_by == "training loss" and "training loss" in str(report)
+
+
+def test_a_rate_at_which_the_loss_is_lost_is_told_so():
+    report = lr_find(line, sgd, low=1e-3, high=1e2, **SHORT)
+    assert ("diverged" in str(report)) == any(math.isinf(loss) for _, loss in report.sweep)
+
+
+BAD = {
+    "a range upside down": ({"low": 1.0, "high": 0.1}, "0 < low < high"),
+    "few steps": ({"steps": 3}, "`steps` must be at least 10"),
+    "few runs": ({"runs": 2}, "`runs` must be at least 3"),
+    "an unknown optimizer": ({"optimizer": "adm"}, "must be of adamw"),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), BAD.values(), ids=BAD)
+def test_wrong_arguments_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        lr_find(line, **options)
+
+
+def test_a_task_without_a_finite_loss_is_refused():
+    with pytest.raises(ValueError, match="finite loss"):
+        lr_find(lambda seed: Run(nn.Linear(2, 2), lambda: torch.full((), math.nan, requires_grad=True)), sgd, **SHORT)
+
+
+def test_the_command_finds_draws_and_prints(capsys, tmp_path):
+    arguments = ["lr-find", "--task", "tests.test_lr_finder:line", "--optimizer", "tests.test_lr_finder:sgd"]
+    arguments += ["--range-steps", "20", "--steps", "20", "--plot", str(tmp_path / "lr.png"), "--json"]
+    assert main(arguments) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["enclosed"] and told["suggestion"] in [lr for lr, _ in told["sweep"]]
+    assert (tmp_path / "lr.png").stat().st_size > 1000
+
+
+REFUSED = {
+    "no task": (["lr-find"], 2, "--task"),
+    "no picture": (["lr-find", "--task", "a:b", "--plot", "lr.txt"], 2, "must end in .png"),
+    "no number": (["lr-find", "--task", "a:b", "--low", "-1"], 2, "a number above 0"),
+    "no such task": (["lr-find", "--task", "tests.test_lr_finder:lime"], 1, "must define 'lime'"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "code", "words"), REFUSED.values(), ids=REFUSED)
+def test_the_command_says_what_is_wrong(arguments, code, words, capsys):
+    assert main(arguments) == code
+    assert words in capsys.readouterr().err
