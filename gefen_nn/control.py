@@ -1,7 +1,7 @@
 """The control group: who hears, before a step, what each member found."""
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,10 +12,12 @@ from torch import Tensor
 from gefen_fn import agree
 from gefen_fn.base import GradientTransformation
 from gefen_fn.describe import quantizing
+from gefen_fn.fuse import FusedStep, Step
 from gefen_fn.scalar import capturing
 from gefen_fn.scope import Scope, back_ends, control_device
 from gefen_fn.shards import mesh_group
 from gefen_fn.tree import StructureError
+from gefen_nn.vote import Gradients
 
 _VOTING: dict[Any, Scope] = {}  # by default group and members: one group for votes serves all optimizers
 
@@ -25,9 +27,6 @@ class Control:
 
     They are found at construction by all members, who tell each other what they see, and stay when a parameter is
     replaced: what happens to one member must not change whom it tells.
-
-    Attributes:
-        sums: whether they are the members that hold the parameters, so that a sum over a vote is one over the leaves.
     """
 
     def __init__(self, tx: GradientTransformation) -> None:
@@ -35,7 +34,7 @@ class Control:
         self._given = _widest([scope for scope in scopes if scope is not None])
         self._found: Scope | None = None
         self._seen: frozenset[int] = frozenset()
-        self.sums = False
+        self._sums = False
 
     def of(self, leaves: Sequence[Tensor]) -> Scope | None:
         """The members; None for this process alone, and while a graph is captured or compiled.
@@ -53,9 +52,13 @@ class Control:
             self._seen = frozenset(members)
             votes = self._given is None and len(members) > 1 and dist.get_rank() in members
             self._found = _voting(members, meshes) if votes else None
-            self.sums = self._given is None or self._given.members == members
+            self._sums = self._given is None or self._given.members == members
         scope = self._found if self._given is None else self._given
         return scope if scope is not None and len(scope.members) > 1 else None
+
+    def squares(self, step: FusedStep | None) -> Callable[[Gradients], Tensor | None]:
+        """What counts a member's squares of a norm; nothing if the step needs none, or others hold the parameters."""
+        return step.squares_here if isinstance(step, Step) and self._sums else lambda grads: None
 
 
 def _widest(scopes: Sequence[Scope]) -> Scope | None:

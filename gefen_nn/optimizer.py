@@ -12,7 +12,7 @@ from torch import Tensor
 from gefen_fn.agree import together
 from gefen_fn.base import GradientTransformation, OptState, check_transform, write_updates
 from gefen_fn.describe import Report, describe
-from gefen_fn.fuse import Step, fuse, write_state
+from gefen_fn.fuse import fuse, write_state
 from gefen_fn.program import at, put
 from gefen_fn.scalar import capturing, squares_are_finite
 from gefen_fn.shards import placements_of
@@ -278,16 +278,14 @@ class TransformOptimizer(torch.optim.Optimizer):
         params = phases.attempt("structure", self._sync)
         grads = phases.attempt("gradients", lambda: self._gradients(params or {}))
         scaler = phases.attempt("scaler", lambda: Scaler.of(self))
-        summing = self._fused if self._control.sums else None
-        squares = summing.squares_here if isinstance(summing, Step) else lambda grads: None
+        squares = self._control.squares(self._fused)
         agreement = agreed(phases, self._named(), grads, scaler, self._live_state, squares)
         grads = agreement.grads
         self._kept.skipped = agreement.overflow or all(g is None for g in grads.values())
         if not self._kept.skipped:
             if scaler is not None:
                 scaler.unscale(grads.values())
-            known = {} if agreement.norm is None else {"global_norm": agreement.norm}
-            self._kept.state = self._stepped(grads, self._live_state(), params or {}, known)
+            self._kept.state = self._stepped(grads, self._live_state(), params or {}, agreement.known)
         if hooked:
             run_post_hooks(self, closure)
         return loss

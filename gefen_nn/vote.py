@@ -150,12 +150,12 @@ class Agreement(NamedTuple):
     Attributes:
         grads: the gradients, with empty ones where this member holds no entries of a parameter that others have one of.
         overflow: whether to leave the step out.
-        norm: of all gradients, 0-dim fp32, if it was asked for.
+        known: what stages need not find out again: the `global_norm` of all gradients, 0-dim fp32, if it was asked for.
     """
 
     grads: Gradients
     overflow: bool
-    norm: Tensor | None
+    known: dict[str, Tensor]
 
 
 def agreed(
@@ -180,13 +180,13 @@ def agreed(
         GroupFailure: as of `Phases.vote`.
     """
     if phases.group is None:
-        return Agreement(grads or {}, scaler is not None and scaler.overflow, None)
+        return Agreement(grads or {}, scaler is not None and scaler.overflow, {})
     ballot = phases.attempt("gradients", lambda: _ballot(named, grads or {}, scaler, state, squares))
     outcome = phases.vote(len(named), ballot)
     present = dict(zip(named, outcome.present, strict=True))
     whole = {k: torch.zeros_like(named[k]) if g is None and present[k] else g for k, g in (grads or {}).items()}
-    norm = None if outcome.squares is None else outcome.squares.sqrt().float()
-    return Agreement(whole, outcome.overflow, norm)
+    known = {} if outcome.squares is None else {"global_norm": outcome.squares.sqrt().float()}
+    return Agreement(whole, outcome.overflow, known)
 
 
 def _ballot(
