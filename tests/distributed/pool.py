@@ -1,18 +1,22 @@
-"""Long-lived worker processes: one pool for each world size runs all cases, because starting one takes seconds.
+"""Long-lived worker processes: one pool for each world size runs all cases.
 
-A case is a function at the top of a module, called in every worker as `case(rank, *args)`; the pool returns what each
-returned. Workers meet through a file, speak gloo, and have a deadline.
+Workers are forked from a server that has imported everything and computed nothing, so that a pool whose workers are to
+be killed starts in half a second. A case is a function at the top of a module, called in every worker as
+`case(rank, *args)`; the pool returns what each returned. Workers meet through a file, speak gloo, and have a deadline.
 """
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
+import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,18 +29,30 @@ class WorkerFailure(AssertionError):
     """A worker raised, died or missed its deadline."""
 
 
-class Pool:
-    """`world` processes of one default group."""
+class Answer(NamedTuple):
+    """What became of a case in one worker.
 
-    def __init__(self, world: int) -> None:
+    Attributes:
+        how: "returned", "raised", "died" or "late".
+        value: what it returned, or a text that says more.
+    """
+
+    how: str
+    value: Any
+
+
+class Pool:
+    """`world` processes of one default group, whose collectives end after `group_seconds`."""
+
+    def __init__(self, world: int, group_seconds: float = GROUP_SECONDS) -> None:
         self.world = world
         self._folder = tempfile.TemporaryDirectory()
-        context = multiprocessing.get_context("spawn")
+        context = _server()
         self._ends: list[Connection] = []
         self._workers = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            args = (rank, world, os.path.join(self._folder.name, "meet"), theirs)
+            args = (rank, world, os.path.join(self._folder.name, "meet"), theirs, group_seconds)
             worker = context.Process(target=_work, args=args, daemon=True)
             worker.start()
             theirs.close()
@@ -50,9 +66,24 @@ class Pool:
         Raises:
             WorkerFailure: with every failing worker's traceback; the pool is broken if one did not answer.
         """
+        self.ask(case, *args)
+        return self._collect(seconds)
+
+    def ask(self, case: Callable[..., Any], *args: Any) -> None:
+        """Begin a case in every worker, whose `answer`s are then to be collected."""
         for end in self._ends:
             end.send((case, args))
-        return self._collect(seconds)
+
+    def answer(self, rank: int, seconds: float) -> Answer:
+        """What became of the case that one worker was asked for last; "late": it may still answer."""
+        end = self._ends[rank]
+        if not end.poll(max(seconds, 0.0)):
+            return Answer("late", f"no answer within {seconds:.0f} s")
+        try:
+            failed, value = end.recv()
+        except (EOFError, ConnectionResetError):
+            return Answer("died", "the process died")
+        return Answer("raised" if failed else "returned", value)
 
     @property
     def alive(self) -> bool:
@@ -76,29 +107,31 @@ class Pool:
         self._folder.cleanup()
 
     def _collect(self, seconds: float) -> list[Any]:
-        answers: list[Any] = []
-        failures = []
-        for rank, end in enumerate(self._ends):
-            answered = end.poll(seconds)
-            try:
-                failed, answer = end.recv() if answered else (True, f"no answer within {seconds} s")
-            except EOFError:
-                failed, answer = True, "the process died"
-            if not answered:
-                self._workers[rank].kill()
-            answers.append(answer)
-            if failed:
-                failures.append(f"rank {rank}: {answer}")
+        answers = []
+        for rank, worker in enumerate(self._workers):
+            answers.append(self.answer(rank, seconds))
+            if answers[-1].how == "late":
+                worker.kill()
+        failures = [f"rank {rank}: {x.value}" for rank, x in enumerate(answers) if x.how != "returned"]
         if failures:
             raise WorkerFailure("\n".join(failures))
-        return answers
+        return [x.value for x in answers]
 
 
-def _work(rank: int, world: int, meet: str, end: Connection) -> None:
+def _server() -> Any:
+    """Where workers come from; it imports modules from where this process does."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.saving"])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _work(rank: int, world: int, meet: str, end: Connection, group_seconds: float) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     os.environ.setdefault("LOCAL_RANK", str(rank))
-    limit = timedelta(seconds=GROUP_SECONDS)
+    limit = timedelta(seconds=group_seconds)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world, timeout=limit)
     end.send((False, None))
     while (task := end.recv()) is not None:
