@@ -26,8 +26,8 @@ An optimizer is an expression over any tree of tensors, in optax's grammar; its 
   `calibrate`, `refresh`, `learn_codebook`, `default_codebook`, `gradient_histogram`, `Quantized`, `quantize`,
   `dequantize`, `requantize`; `Scope`: processes named by hand that learn one codebook
 - states and reports: `describe`, `state_bytes`, `flatten_state`, `unflatten_state`, `compare_names`, `tree_get`,
-  `tree_set`, `tree_map` for transforms of your own, `fuse`; a state's class is named like its transform, as
-  `ScaleByAdamState`; what does not fit together raises `StructureError`
+  `tree_set`, `move_state` to another device, `tree_map` for transforms of your own, `fuse`; a state's class is named
+  like its transform, as `ScaleByAdamState`; what does not fit together raises `StructureError`
 """
 
 from gefen_fn.accumulate import ApplyIfFiniteState, MultiSteps, MultiStepsState, apply_if_finite, has_updated
@@ -60,6 +60,7 @@ from gefen_fn.gefen import ScaleByGefenState, scale_by_gefen
 from gefen_fn.inject import InjectHyperparamsState, inject_hyperparams
 from gefen_fn.masks import decay_mask
 from gefen_fn.matrix_scale import scale_by_matrix_shape
+from gefen_fn.move import move_state
 from gefen_fn.muon import ScaleByMuonState, scale_by_muon
 from gefen_fn.muon_alias import gefen_muon, muon
 from gefen_fn.qk_clip import HeadRows, QKHeads, clip_by_qk
@@ -187,6 +188,7 @@ __all__ = [
     "linear_schedule",
     "lion",
     "masked",
+    "move_state",
     "muon",
     "muon_labels",
     "named_chain",

@@ -59,6 +59,8 @@ class Report(NamedTuple):
         entries: entries of all parameters.
         claims: the layouts it can train on, and what a checkpoint restores.
         learners: who learns the codebook of each stage that learns one, in words.
+        stepped_on: devices of the parameters that are there, each once; of offloaded shards the CPU.
+        kept_on: where the state is kept, if elsewhere (see `gefen_nn.offload`); else empty.
     """
 
     expression: str
@@ -68,6 +70,8 @@ class Report(NamedTuple):
     entries: int
     claims: Capabilities
     learners: Mapping[str, str]
+    stepped_on: tuple[str, ...] = ()
+    kept_on: str = ""
 
     @property
     def bytes(self) -> int:
@@ -83,10 +87,16 @@ class Report(NamedTuple):
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         share = f", {self.bytes / self.entries:.4f} bytes per parameter" if self.entries else ""
-        head = [self.expression, f"fused: {self.fused or 'nothing'}", f"trains on: {', '.join(self.claims.layouts)}"]
+        head = [self.expression, f"fused: {self.fused or 'nothing'}", f"trains on: {self._where()}"]
         head.append(f"checkpoints: {_guarantee(self.claims)}")
         head += [f"codebook of {stage}: learned by {who}" for stage, who in self.learners.items()]
         return "\n".join([*head, *lines, f"{self.bytes:,} bytes of state{share}"])
+
+    def _where(self) -> str:
+        """The layouts, and where leaves are stepped here."""
+        layouts, devices = ", ".join(self.claims.layouts), ", ".join(self.stepped_on)
+        state = f"fetched from {self.kept_on}" if self.kept_on else "beside the parameters"
+        return f"{layouts}; here on {devices}, state {state}" if devices else layouts
 
 
 def describe(tx: GradientTransformation, params: Params) -> Report:
@@ -115,7 +125,8 @@ def describe(tx: GradientTransformation, params: Params) -> Report:
     fused, shared = "" if step is None else str(step), state_bytes(owned[None])
     held = {stage: [places[key] for key in leaves if any(_is_of(x, stage) for x in owned[key])] for stage in rules}
     who = {stage: _learners(rule["codebook"], held[stage]) for stage, rule in rules.items() if learns(rule["codebook"])}
-    return Report(repr(tx), fused, reports, shared, entries, claims(tx), who)
+    devices = tuple(dict.fromkeys(str(places[path].device) for path in leaves))
+    return Report(repr(tx), fused, reports, shared, entries, claims(tx), who, devices)
 
 
 def _is_of(key: str, stage: str) -> bool:

@@ -156,7 +156,19 @@ def wrap(x: Tensor, like: Tensor, whole: Sequence[int]) -> Tensor:
 
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]  # a DTensor
     stride = torch.empty(tuple(whole), device="meta").stride()
+    if x.device.type not in (mesh.device_type, "meta"):
+        return _offloaded(x, like, torch.Size(whole), stride)
     return DTensor.from_local(x, mesh, placements, run_check=False, shape=torch.Size(whole), stride=stride)
+
+
+def _offloaded(x: Tensor, like: Tensor, whole: torch.Size, stride: tuple[int, ...]) -> Tensor:
+    """A DTensor whose part stays on another device than its mesh's, where `from_local` would move it."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]  # a DTensor
+    form = TensorMeta(whole, stride, x.dtype)
+    return DTensor(x.detach(), DTensorSpec(mesh, placements, tensor_meta=form), requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def zeros_placed(like: Tensor, whole: Sequence[int], dtype: torch.dtype = torch.float32, fill: int = 0) -> Tensor:

@@ -15,6 +15,8 @@
 - `save`, `save_async` and `load` keep a whole run in a folder, on one process or many, and move it to another number;
   `OptimizerState` and, for users of `gefen_fn`, `StateTree` are what torch.distributed.checkpoint takes.
 - `convert_state` makes state of what torch's AdamW or Gefen-X saved.
+- `offload` keeps the state in host memory while something else needs the GPU, or all the time, and `restore` brings it
+  back.
 - A state that does not fit raises `CheckpointError`, and nothing is changed; `GroupFailure` is raised where another
   process of the group failed.
 - `gefen` is the command line: `gefen demo`.
@@ -27,6 +29,7 @@ from gefen_nn.convert import convert_state
 from gefen_nn.dcp import OptimizerState, StateTree
 from gefen_nn.errors import CheckpointError
 from gefen_nn.muon import GefenMuon, Muon
+from gefen_nn.offload import offload, restore
 from gefen_nn.optimizer import TransformOptimizer
 from gefen_nn.presets import Gefen
 from gefen_nn.route import Choice, RoutedLeaf, Routing, route
@@ -49,6 +52,8 @@ __all__ = [
     "TransformOptimizer",
     "convert_state",
     "load",
+    "offload",
+    "restore",
     "route",
     "save",
     "save_async",

@@ -222,9 +222,10 @@ def _load(slot: state_view.Slot, saved: Mapping[str, Mapping[str, Tensor]]) -> T
 
 
 def _fresh(x: Tensor, own: Tensor) -> Tensor:
-    """A copy of `x`, or of this member's part of it, contiguous, where `own` is and placed as that."""
-    part = local(state_view.own_part(x, own)).detach()
-    return like_piece(part.to(local(own).device, copy=True, memory_format=torch.contiguous_format), own)
+    """A copy of `x`, or of this member's part of it, contiguous, in memory as `own`'s and placed as that."""
+    part, there = local(state_view.own_part(x, own)).detach(), local(own)
+    copy = part.to(there.device, copy=True, memory_format=torch.contiguous_format)
+    return like_piece(copy.pin_memory() if there.is_pinned() else copy, own)
 
 
 def same_bits(x: Tensor, y: Tensor) -> bool:

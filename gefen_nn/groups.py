@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation, Recipe
-from gefen_fn.program import Path
+from gefen_fn.base import GradientTransformation, OptState, Recipe
+from gefen_fn.program import Path, at, put
 from gefen_fn.scalar import scalar_on
 from gefen_fn.tree import StructureError
 
@@ -241,6 +241,26 @@ def group_hyperparams(
         name: _spread([_scalar(row[name], device) for row in rows], owners, device)
         for name in (rows[0] if rows else ())
     }
+
+
+def values_in(state: OptState, path: Path) -> dict[str, Any]:
+    """The hyperparameters that a state carries; `path` leads to the `inject_hyperparams`."""
+    values: dict[str, Any] = at(state, path).hyperparams
+    return values
+
+
+def with_values(state: OptState, path: Path, values: Mapping[str, Any]) -> OptState:
+    """The state with some hyperparameters replaced."""
+    return put(state, path, at(state, path)._replace(hyperparams={**values_in(state, path), **values}))
+
+
+def without_values(state: OptState, path: Path, keys: Keys) -> OptState:
+    """The state without the hyperparameters that groups carry under these keys."""
+    if not keys:
+        return state
+    carried = {name for names in keys.values() for name in names}
+    kept = {name: x for name, x in values_in(state, path).items() if name not in carried}
+    return put(state, path, at(state, path)._replace(hyperparams=kept))
 
 
 def _scalar(value: Any, device: torch.device | None) -> Tensor:

@@ -1,6 +1,5 @@
 """A `torch.optim.Optimizer` over any transform: one state tree, groups by name, one assignment per step."""
 
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import copy, deepcopy
@@ -12,16 +11,17 @@ from torch import Tensor
 from gefen_fn.agree import together
 from gefen_fn.base import GradientTransformation, OptState, check_transform, write_updates
 from gefen_fn.describe import Report, describe
-from gefen_fn.fuse import fuse, write_state
-from gefen_fn.program import at, put
-from gefen_fn.scalar import capturing, squares_are_finite
+from gefen_fn.fuse import FusedStep, fuse, write_state
+from gefen_fn.scalar import capturing
 from gefen_fn.shards import placements_of
-from gefen_fn.tree import StructureError, check_floating
-from gefen_kernels import ops
+from gefen_fn.tree import check_floating
 from gefen_nn import checkpoint, groups, state_view
+from gefen_nn.checks import check_gradients, warn_if_slow
 from gefen_nn.control import Control
 from gefen_nn.hooks import call, run_post_hooks, run_pre_hooks
 from gefen_nn.kept import Kept
+from gefen_nn.offload import Host, moved, placed
+from gefen_nn.paging import paged_step
 from gefen_nn.vote import Gradients, Phases, Scaler, agreed
 
 
@@ -57,6 +57,7 @@ class TransformOptimizer(torch.optim.Optimizer):
     block: int = 0
     error_if_nonfinite: bool = False
     _start: Mapping[str, Any] = {}
+    _host: Host | None
 
     def __init__(
         self,
@@ -66,7 +67,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         fused: bool | None = None,
         capturable: bool = False,
     ) -> None:
-        self._kept = Kept()
+        self._kept, self._host = Kept(), None
         check_transform(tx)
         self._tx, self._capturable = tx, capturable
         self._fused = None if fused is False else fuse(tx)
@@ -80,16 +81,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**groups.group_defaults(injection.tx, self._keys, self.block), **self._start})
         self._accept()
         self._ready = True
-        self._warn_if_slow()
-
-    def _warn_if_slow(self) -> None:
-        devices = {p.device for p in self._tracked().values()} if self._fused is not None else set()
-        for needs in {ops.missing(device) for device in devices} - {None}:
-            warnings.warn(
-                f"{needs} is not installed, so steps take the pure path, some 20 times slower. "
-                "Install gefen-fn with the extra `cpu` or `gpu`, or pass fused=False.",
-                stacklevel=3,
-            )
+        if self._fused is not None:
+            warn_if_slow({p.device for p in self._tracked().values()})
 
     def __repr__(self) -> str:
         """Torch's form without the keys that never change, with the expression."""
@@ -138,8 +131,8 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def describe(self) -> Report:
         """What is kept for each parameter that has state, and why; print it for a table."""
-        self._sync()
-        return describe(self._tx, self._tracked())
+        report = describe(self._tx, self._sync())
+        return report if self._host is None else report._replace(kept_on=str(self._host.device))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters get fresh state, all others keep theirs.
@@ -209,7 +202,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         merged = (
             state_view.merge(fresh, params.keys(), self._kept.state, self._kept.seen.keys()) if self._ready else fresh
         )
-        return state_view.place(merged, params, self._capturable), signature
+        return placed(merged, params, self._capturable, self._host), signature
 
     def _sync(self) -> dict[str, Tensor]:
         """Make state for whatever needs some; return the parameters that have state."""
@@ -217,33 +210,41 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._kept.state, self._kept.seen = self._grown(params)
         return params
 
+    def _checked_sync(self) -> dict[str, Tensor]:
+        self._kept.check_whole()
+        params = self._sync()
+        if self._host is not None:
+            self._host.check(self.slots(), params)
+        return params
+
+    def keep_state(self, host: Host | None) -> None:
+        """Keep state on a host, from where each step fetches it, or beside the parameters if None, all or nothing.
+
+        This is what `gefen_nn.offload` and `restore` do, and raises what they do.
+        """
+
+        def attempt() -> OptState:
+            return moved(self._kept, self._sync(), self._host, host, self._capturable)
+
+        self._kept.state, self._host = together(attempt, self._group(), "offload"), host
+        self._fused = None if self._fused is None else fuse(self._tx)  # the old one's plan holds what was moved
+
     def _shown(self, state: OptState) -> OptState:
         """The state without the hyperparameters that groups carry: those have one truth, the group's."""
-        if not self._keys:
-            return state
-        shown = {name for names in self._keys.values() for name in names}
-        kept = {k: v for k, v in self._hyperparams(state).items() if k not in shown}
-        return self._replace_hyperparams(state, kept)
+        return groups.without_values(state, self._path, self._keys)
 
     def _with_hyperparams(self, state: OptState) -> OptState:
         if not self._keys:
             return state
         members = [[name for name in member if name in self._kept.seen] for member in self._members()]
         values = groups.group_hyperparams(self.param_groups, members, self._keys, self._device())
-        return self._replace_hyperparams(state, {**self._hyperparams(state), **values})
+        return groups.with_values(state, self._path, values)
 
     def _device(self) -> torch.device | None:
         """Where a step without host reads looks for its hyperparameters; None if it may read."""
         if not self._capturable:
             return None
         return next((device for device, *_ in self._kept.seen.values() if device.type != "meta"), torch.device("cpu"))
-
-    def _hyperparams(self, state: OptState) -> dict[str, Any]:
-        values: dict[str, Any] = at(state, self._path).hyperparams
-        return values
-
-    def _replace_hyperparams(self, state: OptState, values: dict[str, Any]) -> OptState:
-        return put(state, self._path, at(state, self._path)._replace(hyperparams=values))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, each rounded once to its own dtype.
@@ -274,8 +275,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         if hooked:
             closure = phases.attempt("pre-hooks", lambda: run_pre_hooks(self, closure))
         loss = phases.attempt("closure", lambda: call(closure))
-        phases.attempt("structure", self._kept.check_whole)
-        params = phases.attempt("structure", self._sync)
+        params = phases.attempt("structure", self._checked_sync)
         grads = phases.attempt("gradients", lambda: self._gradients(params or {}))
         scaler = phases.attempt("scaler", lambda: Scaler.of(self))
         squares = self._control.squares(self._fused)
@@ -305,7 +305,7 @@ class TransformOptimizer(torch.optim.Optimizer):
     def _gradients(self, params: dict[str, Tensor]) -> dict[str, Tensor | None]:
         """The gradients by name, checked."""
         grads = {name: p.grad for name, p in params.items()}
-        self._check(grads, params)
+        check_gradients(grads, params, self.error_if_nonfinite)
         if not torch.compiler.is_compiling():
             self._check_changes()
             if capturing():
@@ -314,24 +314,20 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def _stepped(self, grads: Gradients, state: OptState, params: dict[str, Tensor], known: dict[str, Any]) -> OptState:
         """The next state; parameters, and the state's tensors where fused or capturable, are written in place."""
-        if self._fused is not None and not torch.compiler.is_compiling():
-            with self._kept.stepping(self._fused):
-                return self._fused(grads, state, params, **known)
-        updates, new = self._tx.update(grads, state, params)
+        if self._host is None:
+            return self._advanced(self._fused, grads, state, params, known)
+        fused = self._fused is not None
+        return paged_step(self._host, self._kept, self._tx, self._advanced, grads, state, params, known, fused=fused)
+
+    def _advanced(self, step: FusedStep | None, grads: Any, state: OptState, params: Any, known: Any) -> OptState:
+        """The next state, all of it beside the parameters."""
+        if step is not None and not torch.compiler.is_compiling():
+            with self._kept.stepping(step):
+                return step(grads, state, params, **known)
+        updates, new = self._tx.update(grads, state, params, **known)
         with self._kept.writing("step"):
             write_updates(params, updates)
             return write_state(state, new) if self._capturable and not torch.compiler.is_compiling() else new
-
-    def _check(self, grads: dict[str, Tensor | None], params: dict[str, Tensor]) -> None:
-        given = {name: g for name, g in grads.items() if g is not None}
-        for name, g in given.items():
-            try:
-                check_floating(g, params[name])
-            except StructureError as error:
-                raise StructureError(f"Gradient of {name!r}: {error}") from error
-        bad = [n for n, g in given.items() if not squares_are_finite(g)] if self.error_if_nonfinite else []
-        if bad:
-            raise RuntimeError(f"Gradients must be finite (error_if_nonfinite=True): got {bad}. Nothing was changed.")
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> checkpoint.LoadReport:  # type: ignore[override]  # torch's returns None
         """Restore state and hyperparameters to the bit, matched by parameter name where both sides have names.
@@ -379,7 +375,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         values = checkpoint.group_values(saved.values, self.param_groups, self._members(), self._check_group, strict)
         report = checkpoint.report(self._shown(own), seen.keys(), saved.leaves, values, self._keys)
         if self._keys:
-            state = self._replace_hyperparams(state, {**self._hyperparams(own), **self._hyperparams(state)})
+            values_here = groups.values_in(own, self._path) | groups.values_in(state, self._path)
+            state = groups.with_values(state, self._path, values_here)
         return checkpoint.Loaded(seen, own, state, values, report)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TransformOptimizer":

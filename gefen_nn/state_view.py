@@ -137,18 +137,26 @@ def own_part(x: Tensor, like: Tensor) -> Tensor:
     return like_piece(part.clone(memory_format=torch.contiguous_format), like)
 
 
-def place(state: OptState, params: Mapping[str, Tensor], capturable: bool = False) -> OptState:
+def place(
+    state: OptState,
+    params: Mapping[str, Tensor],
+    capturable: bool = False,
+    put: Callable[[Tensor, torch.device], Tensor] | None = None,
+) -> OptState:
     """Move leaves of rank >= 1 to their parameter's device (shared ones to the first's), 0-dim ones to the CPU.
 
     Args:
         state: a state tree made for `params`.
         params: by name.
         capturable: move 0-dim numbers too, and 0-dim bools of one parameter; shared ones the host asks for.
+        put: moves a leaf of rank >= 1 of one parameter, given that one's device, if not simply there.
     """
     first = next((p.device for p in params.values() if not p.is_meta), torch.device("cpu"))
 
     def move(leaf: Any, owner: str | None, depth: int) -> Any:
         target = first if owner is None else params[owner].device
+        if put is not None and owner is not None and isinstance(leaf, Tensor) and leaf.dim():
+            return put(leaf, target)
         moves = isinstance(leaf, Tensor) and (leaf.dim() or (capturable and (owner or leaf.dtype != torch.bool)))
         return _move(leaf, target if moves else torch.device("cpu"))
 

@@ -86,6 +86,7 @@ SIGNATURES = {
     "flatten_state": "state",
     "unflatten_state": "flat, like, *, strict=True",
     "state_bytes": "state, *, world='local'",
+    "move_state": "state, device",
     "decay_mask": "params",
 }
 ADAPTERS = {
@@ -107,6 +108,8 @@ ADAPTERS = {
     "save_async": "path, model, optimizer, **extra",
     "load": "path, model, optimizer, strict=True",
     "OptimizerState": "optimizer",
+    "offload": "optimizer, device='cpu'",
+    "restore": "optimizer",
     "convert_state": "source_state_dict, optimizer",
     "StateTree": "state, params",
     "route": "model, rules=None, *, lr=0.001, backup='gefen'",

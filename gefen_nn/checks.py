@@ -1,0 +1,44 @@
+"""What an optimizer refuses before a step, and warns of before the first."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from gefen_fn.scalar import squares_are_finite
+from gefen_fn.tree import StructureError, check_floating
+from gefen_kernels import ops
+
+
+def check_gradients(grads: Mapping[str, Tensor | None], params: Mapping[str, Tensor], finite: bool) -> None:
+    """Refuse gradients that no step could take.
+
+    Args:
+        grads: by name.
+        params: by name.
+        finite: refuse those that are not finite too, which reads them on the host.
+
+    Raises:
+        StructureError: for one that is sparse, complex or of another shape.
+        RuntimeError: for one that is not finite, if asked for.
+    """
+    given = {name: g for name, g in grads.items() if g is not None}
+    for name, g in given.items():
+        try:
+            check_floating(g, params[name])
+        except StructureError as error:
+            raise StructureError(f"Gradient of {name!r}: {error}") from error
+    bad = [n for n, g in given.items() if not squares_are_finite(g)] if finite else []
+    if bad:
+        raise RuntimeError(f"Gradients must be finite (error_if_nonfinite=True): got {bad}. Nothing was changed.")
+
+
+def warn_if_slow(devices: Iterable[torch.device]) -> None:
+    """Warn the caller's caller where the back end of a device is not installed."""
+    for needs in {ops.missing(device) for device in devices} - {None}:
+        warnings.warn(
+            f"{needs} is not installed, so steps take the pure path, some 20 times slower. "
+            "Install gefen-fn with the extra `cpu` or `gpu`, or pass fused=False.",
+            stacklevel=3,
+        )
