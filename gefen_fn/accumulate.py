@@ -155,6 +155,7 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
     check_int("max_consecutive_errors", max_consecutive_errors, 0, "0 lets all through.")
 
     def init(params: Params) -> ApplyIfFiniteState:
+        agree.make_groups(tree_leaves(params))
         return ApplyIfFiniteState(new_count(), _flag(True), new_count(), inner.init(params))
 
     def start(updates: Updates, state: ApplyIfFiniteState, params: Params | None = None, **extra: Any) -> Waits:

@@ -26,6 +26,22 @@ class GroupFailure(RuntimeError):
     """Another member of the process group failed, so that this one stopped before it changed anything."""
 
 
+def make_groups(leaves: Sequence[Tensor | None]) -> None:
+    """Make the groups that these leaves may need, which is a collective: called by `init`, as all members call that.
+
+    Raises:
+        StructureError: if a mesh cannot have one.
+    """
+    for mesh in meshes_of(leaves):
+        if mesh.ndim > 1 and mesh.size() < dist.get_world_size():
+            if not mesh.mesh_dim_names:
+                raise StructureError(
+                    f"A mesh of several axes over some of the processes must name its axes: got {mesh}. "
+                    "Give `mesh_dim_names` to `init_device_mesh`."
+                )
+            mesh_group(mesh, range(mesh.ndim))
+
+
 def group_of(leaves: Sequence[Tensor | None], scope: Scope | None = None) -> Any:
     """Who acts together: a scope given by hand, else the smallest process group that contains every mesh of the leaves.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gefen_fn.base import (
@@ -49,12 +49,16 @@ class PartitionState(NamedTuple):
 def chain(*txs: GradientTransformation) -> GradientTransformation:
     """Apply transforms from left to right; the state is a tuple, one entry per transform.
 
+    On shards, stages that exchange with other members do so one after the other; those under masks that follow each
+    other and show no leaf twice, like the parts of a `partition`, at one time.
+
     Raises:
         TypeError: if an argument is not a transform.
         StructureError: from `update`, if the state is not a tuple of that length.
     """
     for tx in txs:
         check_transform(tx)
+    masks = [_mask_of(tx) for tx in txs]
 
     def init(params: Params) -> tuple[OptState, ...]:
         return tuple(tx.init(params) for tx in txs)
@@ -71,11 +75,41 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
             n = len(new)
             if n == len(txs):
                 return updates, new
-            return then(started(txs[n], updates, state[n], params, **extra), lambda out: onward(out[0], (*new, out[1])))
+            shown = _abreast(masks[n:], updates, params)
+            stages = list(zip(txs[n:], state[n:], strict=True))[: max(1, len(shown))]
+            outs = together([started(tx, updates, s, params, **extra) for tx, s in stages])
+            return then(outs, lambda outs: onward(_joined(updates, shown, outs), (*new, *(s for _, s in outs))))
 
         return onward(updates, ())
 
     return made_in_rounds(Recipe("chain", txs), init, start)
+
+
+def _mask_of(tx: GradientTransformation) -> tuple[Mask] | None:
+    """The mask of a transform that is `masked`; None for any other."""
+    recipe = getattr(tx.update, "recipe", Recipe("unknown"))
+    return (recipe.args[1],) if recipe.name == "masked" else None
+
+
+def _abreast(masks: Sequence[tuple[Mask] | None], updates: Updates, params: Params | None) -> list[list[bool]]:
+    """What each of the first stages shows, if two or more are under masks that show no leaf twice; else nothing."""
+    shown: list[list[bool]] = []
+    if len(masks) < 2 or None in masks[:2]:
+        return shown
+    for mask in masks:
+        row = None if mask is None else bools(choices_of(mask[0], updates, params))
+        if row is None or any(sum(column) > 1 for column in zip(*shown, row, strict=True)):
+            break
+        shown.append(row)
+    return shown if len(shown) > 1 else []
+
+
+def _joined(updates: Updates, shown: list[list[bool]], outs: list[tuple[Updates, OptState]]) -> Updates:
+    """What comes out of stages that stand abreast, or of one."""
+    if not shown:
+        return outs[0][0]
+    picks = [row.index(True) + 1 if True in row else 0 for row in zip(*shown, strict=True)]
+    return _merge(updates, picks, updates, *(out for out, _ in outs))
 
 
 def _check_names(expected: Any, got: Any) -> None:

@@ -41,6 +41,7 @@ def first_codebook(codebook: str | Tensor | Scope, params: Params) -> Tensor:
     Raises:
         StructureError: if the members of a scope do not hold every entry of a leaf.
     """
+    agree.make_groups(tree_leaves(params))  # all members of them learn together
     if isinstance(codebook, Scope):
         agree.group_of(tree_leaves(params), codebook)
     book = codebook.detach().clone() if isinstance(codebook, Tensor) else default_codebook()

@@ -91,6 +91,7 @@ def by_scalar(
     """
 
     def init(params: Params) -> OptState:
+        agree.make_groups(tree_leaves(params))  # a rule may add over all members
         return ScaleByScheduleState(new_count()) if is_schedule(value) else EmptyState()
 
     def update(
@@ -297,6 +298,7 @@ def zero_nans() -> GradientTransformation:
     """Replace NaN entries by 0, and remember per leaf whether there were any; infinities pass."""
 
     def init(params: Params) -> ZeroNansState:
+        agree.make_groups(tree_leaves(params))
         return ZeroNansState(tree_map(lambda p: torch.zeros((), dtype=torch.bool, device=p.device), params))
 
     def leaf(u: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:

@@ -137,7 +137,10 @@ def _peers(whole: tuple[int, ...], mesh: Any, placements: tuple[Any, ...], axes:
 
 
 def mesh_group(mesh: Any, over: Sequence[int]) -> Any:
-    """A process group of the members that differ from this one in these axes of the mesh, and perhaps of more."""
+    """A process group of the members that differ from this one in these axes of the mesh, and perhaps of more.
+
+    One that does not exist yet is made, which is a collective; so `init` asks for it first, see `agree.make_groups`.
+    """
     if len(over) == 1:
         return mesh.get_group(over[0])
     if mesh.size() == dist.get_world_size():
