@@ -14,7 +14,7 @@ test: $(STAMP)
 
 # Also routes and steps real models, whose package takes some 10 s to install.
 test-slow: $(STAMP)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,integrations]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,integrations,quality]'
 	$(BIN)/python -m pytest -m slow
 
 # Optimizers side by side; with `make bench-peers` other packages too, from an environment of their own, which `bench`
@@ -28,10 +28,15 @@ bench: $(STAMP)
 bench-peers: $(PEERS)/.installed
 	$(PEERS)/bin/python -m tests.benchmarks $(ARGS)
 
+# What they learn on three small tasks: hours, kept run by run. All options: `make quality ARGS=--help`.
+.PHONY: quality
+quality: $(PEERS)/.installed
+	$(PEERS)/bin/python -m tests.benchmarks.quality $(ARGS)
+
 # gefen and gefen-x both bring a package called `gefen`: one of them gets a folder of its own.
 $(PEERS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --editable '.[demo]' \
+	$(PEERS)/bin/pip install --quiet --constraint constraints.txt --editable '.[quality]' \
 		gefen-x==0.5.0 torchao==0.18.0 bitsandbytes==0.50.2
 	$(PEERS)/bin/pip install --quiet --no-deps --target $(PEERS)/gefen-original gefen==1.2.3
 	touch $@

@@ -4,11 +4,10 @@ import json
 import multiprocessing
 
 import pytest
-import torch
 
-from tests.benchmarks import quality
 from tests.benchmarks.arms import ARMS
-from tests.benchmarks.measure import Options, state_bytes
+from tests.benchmarks.measure import Options
+from tests.benchmarks.muon_step import step_ratios
 from tests.benchmarks.run import main
 from tests.benchmarks.turns import Failed, Player
 
@@ -59,15 +58,6 @@ def test_what_goes_wrong_in_an_arm_becomes_its_reason(name, limit, harm, reason)
         player.close()
 
 
-def test_state_bytes_count_each_storage_once_and_no_parameter():
-    p = torch.nn.Parameter(torch.zeros(100))
-    p.grad = torch.zeros(100)
-    optimizer = torch.optim.SGD([p], momentum=0.9)
-    shared = torch.zeros(10, dtype=torch.float64)
-    optimizer.state[p] = {"mu": [torch.zeros(25)], "views": (shared[:2], shared[5:]), "own": p.detach(), "grad": p.grad}
-    assert state_bytes(optimizer) == 25 * 4 + 10 * 8
-
-
 @pytest.mark.parametrize("option", ["--arms=ours,adam", "--rounds=0", "--scale=7b", "--dtype=fp8"])
 def test_wrong_arguments_are_refused(option, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -75,12 +65,5 @@ def test_wrong_arguments_are_refused(option, capsys):
     assert option.partition("=")[0] in capsys.readouterr().err
 
 
-def test_the_table_of_quality_has_the_best_rate_of_each_arm_and_its_seeds():
-    found = {"AdamW": {"0.001": {"0": 2.5}, "0.002": {"0": 2.25, "1": 2.75}}}
-    assert quality.table(found) == (
-        "AdamW               lr 0.002  2.5000 (2.2500 to 2.7500, 2 seeds); seed 0: 0.001: 2.500, 0.002: 2.250"
-    )
-
-
 def test_steps_of_gefen_muon_and_of_torchs_hybrid_are_compared():
-    assert all(ratio > 0 for ratio in quality.step_ratios(2, steps=1))
+    assert all(ratio > 0 for ratio in step_ratios(2, steps=1))

@@ -2,13 +2,14 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from gefen_nn import Gefen, cli, compare_log
+from gefen_nn import cli, compare_log
 from gefen_nn.compare import Plan, run_plan
 from gefen_nn.compare_picture import picture
 from gefen_nn.compare_report import plain, text
@@ -17,6 +18,8 @@ from gefen_nn.compare_stats import rows_of
 from gefen_nn.curves import batch_noise, largest_rise
 from gefen_nn.language_task import language
 from gefen_nn.task import BUILDS, Run
+from tests.benchmarks.quality import tasks
+from tests.benchmarks.quality.arms import OURS, SETS, arms
 
 BUILD = {"adamw": BUILDS["adamw"], "sgd": lambda model, lr: torch.optim.SGD(model.parameters(), lr)}
 PLAN = Plan("line", ("adamw", "sgd"), (0.1, 0.2), seeds=2, steps=4)
@@ -162,15 +165,13 @@ def test_the_table_tells_the_share_of_runs_that_jump(rise, jumps):
     assert [words.split()[9] for words in shown[2:5]] == ["0/2", "0/2", f"{jumps}/2"]
 
 
-def test_bytes_of_state_count_distinct_storages_and_not_the_gradients():
-    model = torch.nn.Linear(64, 128)
-    F.mse_loss(model(torch.ones(2, 64)), torch.zeros(2, 128)).backward()
-    both = [BUILD["adamw"](model, 1e-3), Gefen(model.named_parameters(), 1e-3)]
-    for optimizer in both:
-        optimizer.step()
-    entries = 64 * 128 + 128
-    assert state_bytes(both[0]) / entries == pytest.approx(8, abs=0.01)
-    assert 1 < state_bytes(both[1]) / entries < 1.5
+def test_state_bytes_count_each_storage_once_and_no_parameter():
+    p = torch.nn.Parameter(torch.zeros(100))
+    p.grad = torch.zeros(100)
+    optimizer = torch.optim.SGD([p], momentum=0.9)
+    shared = torch.zeros(10, dtype=torch.float64)
+    optimizer.state[p] = {"mu": [torch.zeros(25)], "views": (shared[:2], shared[5:]), "own": p.detach(), "grad": p.grad}
+    assert state_bytes(optimizer) == 25 * 4 + 10 * 8
 
 
 def test_the_language_task_starts_at_chance_and_is_judged_on_the_same_files_whatever_the_seed():
@@ -179,3 +180,40 @@ def test_the_language_task_starts_at_chance_and_is_judged_on_the_same_files_what
     assert abs(run.loss().item() - math.log(256)) < 0.2 and run.loss() != run.loss()
     torch.manual_seed(0)
     assert language(4).held_out() == run.held_out()
+
+
+@pytest.mark.parametrize("name", [*OURS])
+def test_each_arm_of_the_laboratory_steps_and_says_what_it_keeps(name):
+    def task(seed):
+        model = torch.nn.Sequential(torch.nn.Linear(96, 64), torch.nn.Linear(64, 96))
+        return Run(model, lambda: model(torch.ones(2, 96)).square().mean(), lambda: 0.0)
+
+    first, last = (train(Cell("net", name, 1e-3, 0, steps), task, arms([name], 0.99)[name]) for steps in (1, 2))
+    assert last.losses[1] < last.losses[0] == first.losses[0]
+    assert 1 < last.state_bytes / last.parameters <= 8.01
+
+
+def test_sets_and_names_of_arms_follow_adamw_without_repeating():
+    assert list(arms(["muon", "adamw", "gefen_muon"], 0.99)) == ["adamw", "muon", "gefen_muon"]
+    assert {name for names in SETS.values() for name in names} <= set(SETS["all"])
+    with pytest.raises(ValueError, match=r"must be of core, .*: got 'adagrad'"):
+        arms(["adagrad"], 0.99)
+
+
+def test_fine_tuning_begins_with_one_model_whatever_the_seed(monkeypatch):
+    monkeypatch.setitem(tasks._PRETRAINING, "steps", 2)
+    first, other = tasks.fine_tuning(0), tasks.fine_tuning(1)
+    assert first.held_out() == other.held_out() < math.log(256) - 0.2
+    assert first.loss() != other.loss()
+
+
+def test_the_pictures_of_digits_need_scikit_learn(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(ImportError, match="Run `pip install scikit-learn`"):
+        tasks.digits(0)
+
+
+@pytest.mark.slow
+def test_digits_are_learnt():
+    cell = Cell("digits", "adamw", 2e-3, 0, 100)
+    assert train(cell, tasks.digits, arms(["adamw"], 0.99)["adamw"]).score < 1

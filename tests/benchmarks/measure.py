@@ -16,14 +16,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from gefen_nn.compare_run import state_bytes
 from tests.benchmarks import arms
 from tests.benchmarks.arms import ARMS, DTYPES, EMBEDDINGS, SHAPES, Arm
 
@@ -137,25 +137,6 @@ def _copy(pipe: Connection, name: str, options: Options) -> None:
     source, target = torch.ones(entries), torch.zeros(entries)
     pipe.send(("ok", {"copied_bytes": source.nbytes + target.nbytes}))
     _take_turns(pipe, lambda: target.copy_(source))
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the distinct storages on `optimizer.state`; parameters and gradients are not state."""
-    owned = [p for group in optimizer.param_groups for p in group["params"]]
-    own = {x.untyped_storage().data_ptr() for p in owned for x in (p, p.grad) if x is not None}
-    storages = (x.untyped_storage() for x in _tensors(list(optimizer.state.values())))
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return sum(size for address, size in sizes.items() if address not in own)
-
-
-def _tensors(x: Any) -> Iterator[Tensor]:
-    """The plain tensors in nested containers and in tensors made of tensors."""
-    if isinstance(x, Tensor):
-        parts = x.__tensor_flatten__()[0] if hasattr(x, "__tensor_flatten__") else []
-        yield from (t for part in parts for t in _tensors(getattr(x, part))) if parts else [x]
-    elif isinstance(x, (Mapping, list, tuple)):
-        for value in x.values() if isinstance(x, Mapping) else x:
-            yield from _tensors(value)
 
 
 def _memory(pipe: Connection, name: str, options: Options) -> None:

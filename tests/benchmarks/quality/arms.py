@@ -1,0 +1,125 @@
+"""What the laboratory compares: AdamW, Gefen with every second moment, Muon, and other packages as black boxes.
+
+Arms are functions of the decay `b2` of the second moment, which all of them share in one comparison.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from gefen_fn import Block, Dense, Factored, find_blocks, gefen, inject_hyperparams
+from gefen_nn import GefenMuon, TransformOptimizer
+from gefen_nn.task import Build
+
+Optimizer = torch.optim.Optimizer
+_DECAY = 0.1
+_WARM = 0.9
+
+
+def _adamw(model: nn.Module, lr: float, *, b2: float) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr, betas=(0.9, b2), weight_decay=_DECAY, fused=True)
+
+
+def _gefen(model: nn.Module, lr: float, *, b2: float, **options: Any) -> Optimizer:
+    tx = inject_hyperparams(gefen)(lr, b1=0.9, b2=b2, weight_decay=_DECAY, **options)
+    return TransformOptimizer(model.named_parameters(), tx)
+
+
+def _muon(model: nn.Module, lr: float, *, b2: float, **options: Any) -> Optimizer:
+    return GefenMuon(model, lr, betas=(0.9, b2), weight_decay=_DECAY, **options)
+
+
+def _found_blocks(model: nn.Module, lr: float, *, b2: float) -> Optimizer:
+    """Blocks as the paper finds them in the first gradient, which is there when the optimizer is made."""
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return _gefen(model, lr, b2=b2, second_moment=Block(), b2_warmup=None, block=find_blocks(grads))
+
+
+def _rows(model: nn.Module, lr: float, *, b2: float) -> Optimizer:
+    """One second moment for each output neuron, as Adam-mini (arXiv 2406.16793) has it for most matrices."""
+    blocks = {name: p[0].numel() if p.dim() > 1 else 256 for name, p in model.named_parameters()}
+    return _gefen(model, lr, b2=b2, second_moment=Block(), b2_warmup=None, block=blocks)
+
+
+def _rival(model: nn.Module, lr: float, *, b2: float, module: str, name: str, named: bool = False) -> Optimizer:
+    """Another package's optimizer; what it prints when imported goes to the error stream."""
+    with contextlib.redirect_stdout(sys.stderr):
+        kind = getattr(importlib.import_module(module), name)
+        params = list(model.named_parameters()) if named else list(model.parameters())
+        options = {"fused": False} if named else {}
+        return kind(params, lr=lr, betas=(0.9, b2), eps=1e-8, weight_decay=_DECAY, **options)
+
+
+def _second_moments() -> dict[str, Callable[..., Optimizer]]:
+    """Gefen by second moment, each with a constant `b2` and with one that is warmed up."""
+    policies = {"block": Block(), "whole": Factored()}
+    policies |= {f"rows {rows}": Factored(tile=(rows, None)) for rows in (16, 32, 64, 128, 256)}
+    policies |= {f"{rows}x256": Factored(tile=(rows, 256)) for rows in (128, 256)}
+    warm = {f"{name} warm": partial(_gefen, second_moment=policy, b2_warmup=_WARM) for name, policy in policies.items()}
+    return warm | {name: partial(_gefen, second_moment=p, b2_warmup=None) for name, p in policies.items()}
+
+
+OURS: dict[str, Callable[..., Optimizer]] = {
+    "adamw": _adamw,
+    **_second_moments(),
+    "dense": partial(_gefen, second_moment=Dense(), b2_warmup=None),
+    "found blocks": _found_blocks,
+    "adam-mini": _rows,
+    "128x256 warm m_hat": partial(_gefen, drive="m_hat"),
+    "128x256 warm stochastic": partial(_gefen, rounding="stochastic"),
+    "muon": partial(_muon, quantize=False, backup="adamw"),
+    "gefen_muon": _muon,
+}
+# Distribution, module, class, and whether it is given names.
+_RIVALS = {
+    "gefen-x": ("gefen-x", "gefen", "Gefen", True),
+    "torchao 8-bit": ("torchao", "torchao.optim", "AdamW8bit", False),
+    "torchao 4-bit": ("torchao", "torchao.optim", "AdamW4bit", False),
+}
+SETS = {
+    "core": ["adamw", "128x256 warm", "block", "dense", "128x256", "rows 128 warm", "whole", "whole warm"],
+    "moments": list(_second_moments()),
+    "tries": ["found blocks", "adam-mini", "128x256 warm m_hat", "128x256 warm stochastic"],
+    "muon": ["muon", "gefen_muon"],
+    "rivals": list(_RIVALS),
+    "all": [*OURS, *_RIVALS],
+}
+
+
+def arms(names: list[str], b2: float) -> dict[str, Build]:
+    """The arms of some names, or of the sets that stand among them.
+
+    Args:
+        names: keys of `OURS`, rivals, or keys of `SETS`.
+        b2: decay of every second moment.
+
+    Returns:
+        Builds by name, rivals with their version; AdamW, with which all are compared, comes first.
+
+    Raises:
+        ValueError: for another name, or a rival that is not installed.
+    """
+    single = [one for name in ("adamw", *names) for one in SETS.get(name, [name])]
+    return dict(_arm(name, b2) for name in dict.fromkeys(single))
+
+
+def _arm(name: str, b2: float) -> tuple[str, Build]:
+    if name in OURS:
+        return name, partial(OURS[name], b2=b2)
+    if name not in _RIVALS:
+        raise ValueError(f"An arm must be of {', '.join([*SETS, *OURS, *_RIVALS])}: got {name!r}. Correct the name.")
+    package, module, kind, named = _RIVALS[name]
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise ValueError(
+            f"{name} needs {package}: got none here. Run `make bench-peers` and use its Python."
+        ) from error
+    return f"{name} {version}", partial(_rival, b2=b2, module=module, name=kind, named=named)
