@@ -8,13 +8,13 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from gefen_fn import Block, Dense, Factored, find_blocks, gefen, inject_hyperparams
+from gefen_fn import Block, Dense, Factored, find_blocks, gefen, gradient_histogram, inject_hyperparams, learn_codebook
 from gefen_nn import GefenMuon, TransformOptimizer
 from gefen_nn.task import Build
 
@@ -48,6 +48,36 @@ def _rows(model: nn.Module, lr: float, *, b2: float) -> Optimizer:
     return _gefen(model, lr, b2=b2, second_moment=Block(), b2_warmup=None, block=blocks)
 
 
+@cache
+def _scaled(block: int) -> Tensor:
+    """Counts of Gaussian entries by the largest of their block, in bins on [-1, 1]."""
+    drawn = torch.randn(1 << 14, block, generator=torch.Generator().manual_seed(0))
+    return gradient_histogram({"x": drawn}, block=block)
+
+
+@cache
+def _relative_book(level: float = 0.05) -> Tensor:
+    """A codebook for small relative errors: bins count by 1 / (c^2 + level^2)."""
+    counts = _scaled(256)
+    centres = (torch.arange(len(counts), dtype=torch.float64) + 0.5) * 2 / len(counts) - 1
+    return learn_codebook((counts * (level**2 / (centres**2 + level**2)) * 1000).round().long())
+
+
+@cache
+def _four_bit_book(block: int = 64) -> Tensor:
+    """Fifteen levels: what 4-bit codes would hold, in 8-bit codes, whose bytes the table tells."""
+    levels = learn_codebook(_scaled(block), levels=16)
+    return torch.cat([levels[:7], torch.zeros(242), levels[9:]])
+
+
+def _four_bits(model: nn.Module, lr: float, *, b2: float, **options: Any) -> Optimizer:
+    return _gefen(model, lr, b2=b2, codebook=_four_bit_book(), block=64, **options)
+
+
+def _relative(model: nn.Module, lr: float, *, b2: float) -> Optimizer:
+    return _gefen(model, lr, b2=b2, codebook=_relative_book())
+
+
 def _rival(model: nn.Module, lr: float, *, b2: float, module: str, name: str, named: bool = False) -> Optimizer:
     """Another package's optimizer; what it prints when imported goes to the error stream."""
     with contextlib.redirect_stdout(sys.stderr):
@@ -74,6 +104,10 @@ OURS: dict[str, Callable[..., Optimizer]] = {
     "adam-mini": _rows,
     "128x256 warm m_hat": partial(_gefen, drive="m_hat"),
     "128x256 warm stochastic": partial(_gefen, rounding="stochastic"),
+    "128x256 warm fixed book": partial(_gefen, codebook="fixed"),
+    "128x256 warm relative book": _relative,
+    "128x256 warm 4-bit": _four_bits,
+    "128x256 warm 4-bit stochastic": partial(_four_bits, rounding="stochastic"),
     "muon": partial(_muon, quantize=False, backup="adamw"),
     "gefen_muon": _muon,
 }
@@ -86,7 +120,7 @@ _RIVALS = {
 SETS = {
     "core": ["adamw", "128x256 warm", "block", "dense", "128x256", "rows 128 warm", "whole", "whole warm"],
     "moments": list(_second_moments()),
-    "tries": ["found blocks", "adam-mini", "128x256 warm m_hat", "128x256 warm stochastic"],
+    "tries": ["found blocks", "adam-mini", *(name for name in OURS if name.startswith("128x256 warm "))],
     "muon": ["muon", "gefen_muon"],
     "rivals": list(_RIVALS),
     "all": [*OURS, *_RIVALS],
