@@ -15,7 +15,8 @@ from gefen_nn.task import BUILDS, build_named, function_named
 HELP = "train a model with several optimizers and compare what comes of it"
 _EPILOG = """Every optimizer is trained over a grid of rates, which grows by factors of two until its best one
 is enclosed, then with more seeds at its own best rate, at the best one of the first optimizer and at
-twice that. Each run is a line of runs.jsonl in the folder: a stopped comparison is carried on.
+twice that. A run warms up and decays by a cosine. Each is a line of runs.jsonl in the folder, so that
+a stopped comparison is carried on; table and picture lie beside it.
 
 The task is a function of a seed that makes a fresh run of yours (see `gefen lr-find --help`), whose
 field `held_out` gives the loss that judges. An optimizer may be module:function too, of the model
@@ -31,13 +32,29 @@ def add(parser: argparse.ArgumentParser) -> None:
     names = ",".join(BUILDS)
     parser.add_argument("--task", metavar="MODULE:FUNCTION", help="see below (default: a small language model)")
     parser.add_argument("--optimizer", default=names, metavar="NAME[,NAME]", help="(default: %(default)s)")
-    parser.add_argument("--rates", type=_rates, default=[1e-3, 2e-3, 4e-3], metavar="LR[,LR]", help="to begin with")
-    parser.add_argument("--seeds", type=Within(1, 1000), help="of each optimizer (default: 3)")
-    parser.add_argument("--steps", type=Within(1, 10**9), help="of each run (default: 300)")
+    parser.add_argument(
+        "--rates",
+        type=_rates,
+        default=[1e-3, 2e-3, 4e-3],
+        metavar="LR[,LR]",
+        help="the grid to begin with (default: 1e-3,2e-3,4e-3)",
+    )
+    parser.add_argument("--seeds", type=Within(1, 1000), metavar="N", help="of each optimizer (default: 3)")
+    parser.add_argument("--steps", type=Within(1, 10**9), metavar="N", help="of each run (default: 300)")
     parser.add_argument("--quick", action="store_true", help="2 seeds and 60 steps, where you name no others")
-    parser.add_argument("--jump", type=positive, default=0.1, help="rise of the loss that counts (default: 0.1)")
-    parser.add_argument("--threads", type=Within(1, 1024), default=1, help="of torch (default: %(default)s)")
-    parser.add_argument("--out", type=folder, default=Path("compare-out"), help="for log, table and picture")
+    parser.add_argument(
+        "--jump",
+        type=positive,
+        default=0.1,
+        metavar="RISE",
+        help="of the training loss that counts as one (default: 0.1)",
+    )
+    parser.add_argument(
+        "--threads", type=Within(1, 1024), default=1, metavar="N", help="of torch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=folder, default=Path("compare-out"), metavar="FOLDER", help="(default: compare-out)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(call=run)
 

@@ -63,9 +63,9 @@ def _style(index: int) -> dict[str, Any]:
 def _range(rows: Sequence[Row]) -> tuple[float, float]:
     """Limits of the losses: what is far above is cut off, or all else would lie on a line."""
     judged = [losses for row in rows for losses in (row.own, row.shared, row.twice)]
-    best = min(min(losses.by_seed) for losses in judged)
-    finite = [loss for row in rows[:1] for losses in (row.shared, row.twice) for loss in losses.by_seed]
-    far = max(loss for loss in finite if math.isfinite(loss))
+    ended = [loss for losses in judged for loss in losses.by_seed if math.isfinite(loss)] or [0.0]
+    first = [loss for losses in (rows[0].shared, rows[0].twice) for loss in losses.by_seed if math.isfinite(loss)]
+    best, far = min(ended), max(first, default=max(ended))
     return best - 0.05 * (far - best), best + max(_WORST * (far - best), 1e-3)
 
 

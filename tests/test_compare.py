@@ -62,7 +62,7 @@ def test_the_command_trains_reports_and_is_carried_on(tmp_path, monkeypatch, cap
     assert shown.splitlines()[0] == "mine:line: held-out loss after 3 steps, mean of 2 seeds"
     assert [words.split()[0] for words in shown.splitlines()[2:4]] == ["adamw", "mine:halves"]
     assert Path("out/compare.png").read_bytes().startswith(b"\x89PNG")
-    assert cli.main([*command, "--json"]) == 0
+    assert cli.main([*command, "--quick", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(Path("out/compare.json").read_text())
     assert Path("out/runs.jsonl").read_bytes() == log
 
@@ -132,6 +132,13 @@ def test_a_run_that_leaves_the_finite_numbers_ends_there_and_counts_as_a_jump(tm
     assert row.shared.jumps(0.1) == 2 and "diverged" in text(plan, [row], 0.1)
     assert plain(plan, [row], found, 0.1)["arms"]["sgd"]["shared"]["by_seed"] == [None, None]
     picture(plan, rows_of(plan, found)).draw_without_rendering()
+
+
+def test_a_comparison_in_which_all_runs_diverge_is_shown():
+    plan = PLAN._replace(rates=(0.1,))
+    rows = rows_of(plan, made_up(lambda arm, lr, seed: None, plan))
+    picture(plan, rows).draw_without_rendering()
+    assert [words.count("diverged") for words in text(plan, rows, 0.1).splitlines()[2:4]] == [5, 5]
 
 
 def test_a_line_cut_short_is_run_again_and_a_damaged_one_is_named(tmp_path):
