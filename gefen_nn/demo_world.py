@@ -26,7 +26,7 @@ from gefen_nn.optimizer import TransformOptimizer
 from gefen_nn.saves import load, save
 
 BEFORE, AFTER = 2, 3
-_STEPS = 3  # of the two processes before they save, and of both worlds after
+_STEPS = 2  # of the two processes before they save, and of both worlds after
 _TOLERANCE = 1e-5  # relative; another number of processes adds up a batch's gradients in another order
 _GROUP_SECONDS = 60.0
 _DEADLINE_SECONDS = 180.0

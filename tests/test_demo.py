@@ -63,8 +63,8 @@ def test_the_demo_trains_all_resumes_to_the_bit_and_leaves_its_report(tmp_path, 
     assert (resume["label"], resume["step"], resume["equal"]) == ("GefenMuon", 1, True)
     assert resume["losses"] == report["optimizers"]["gefen_muon"]["losses"][1:]
     move = report["move"]
-    assert (move["worlds"], move["step"], move["equal"], move["continued"]) == ([2, 3], 4, True, True)
-    assert [len(losses) for losses in move["losses"]] == [3, 3]
+    assert (move["worlds"], move["step"], move["equal"], move["continued"]) == ([2, 3], 3, True, True)
+    assert [len(losses) for losses in move["losses"]] == [2, 2]
     left = ["demo.json", "demo.png", "half-way.pt", "saved-by-2"]
     assert sorted(path.name for path in tmp_path.iterdir()) == left
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
