@@ -246,6 +246,8 @@ class Sizes(NamedTuple):
 
 
 def _sizes(table: Ints) -> Sizes:
+    if not len(table):
+        return Sizes(RUN, 0, 0, 0)
     rows, height, columns = table[:, cpu_step.ROWS], table[:, cpu_step.TILE_ROWS], table[:, cpu_step.COLUMNS]
     width = table[:, cpu_step.TILE_COLUMNS]
     tallest = rows - height * (np.maximum(rows // height, 1) - 1)

@@ -45,10 +45,10 @@ class Scene:
     def bits(self) -> list[bytes]:
         """The raw bytes of every parameter and every tensor of the state."""
         state = [x for leaves in self.optimizer.state.values() for x in leaves.values()]
-        return [_raw(x) for x in (*self.model.parameters(), *state)]
+        return [raw(x) for x in (*self.model.parameters(), *state)]
 
 
-def _raw(x: torch.Tensor) -> bytes:
+def raw(x: torch.Tensor) -> bytes:
     part = x.to_local() if isinstance(x, DTensor) else x
     return part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
