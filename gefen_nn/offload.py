@@ -137,6 +137,11 @@ def _check_scales(path: str, x: Tensor, p: Tensor) -> None:
         )
 
 
+def away(host: Host | None, params: Mapping[str, Tensor]) -> Host | None:
+    """The host, if the state of any parameter is kept elsewhere than the parameter."""
+    return host if host is not None and any(host.apart(p.device) for p in params.values()) else None
+
+
 def placed(state: OptState, params: Mapping[str, Tensor], capturable: bool, host: Host | None) -> OptState:
     """The state where it is to be kept: beside the parameters, or what is one parameter's own on a host."""
     if host is None:

@@ -20,7 +20,7 @@ from gefen_nn.checks import check_gradients, warn_if_slow
 from gefen_nn.control import Control
 from gefen_nn.hooks import call, run_post_hooks, run_pre_hooks
 from gefen_nn.kept import Kept
-from gefen_nn.offload import Host, moved, placed
+from gefen_nn.offload import Host, away, moved, placed
 from gefen_nn.paging import paged_step
 from gefen_nn.vote import Gradients, Phases, Scaler, agreed
 
@@ -131,8 +131,8 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def describe(self) -> Report:
         """What is kept for each parameter that has state, and why; print it for a table."""
-        report = describe(self._tx, self._sync())
-        return report if self._host is None else report._replace(kept_on=str(self._host.device))
+        host = away(self._host, params := self._sync())
+        return describe(self._tx, params)._replace(kept_on="" if host is None else str(host.device))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters get fresh state, all others keep theirs.
@@ -213,8 +213,9 @@ class TransformOptimizer(torch.optim.Optimizer):
     def _checked_sync(self) -> dict[str, Tensor]:
         self._kept.check_whole()
         params = self._sync()
-        if self._host is not None:
-            self._host.check(self.slots(), params)
+        host = away(self._host, params)
+        if host is not None:
+            host.check(self.slots(), params)
         return params
 
     def keep_state(self, host: Host | None) -> None:
@@ -314,10 +315,10 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def _stepped(self, grads: Gradients, state: OptState, params: dict[str, Tensor], known: dict[str, Any]) -> OptState:
         """The next state; parameters, and the state's tensors where fused or capturable, are written in place."""
-        if self._host is None:
+        host, fused = away(self._host, params), self._fused is not None
+        if host is None:
             return self._advanced(self._fused, grads, state, params, known)
-        fused = self._fused is not None
-        return paged_step(self._host, self._kept, self._tx, self._advanced, grads, state, params, known, fused=fused)
+        return paged_step(host, self._kept, self._tx, self._advanced, grads, state, params, known, fused=fused)
 
     def _advanced(self, step: FusedStep | None, grads: Any, state: OptState, params: Any, known: Any) -> OptState:
         """The next state, all of it beside the parameters."""

@@ -26,7 +26,7 @@ _LARGE, _HUGE = (4096, 2000), (128 * 1050, 16512)
 _TINY = {"w": (40, 128), "norm": (40,)}
 
 
-def _clipped(named: list[Any], **options: Any) -> torch.optim.Optimizer:
+def clipped(named: list[Any], **options: Any) -> torch.optim.Optimizer:
     def rule(learning_rate: Any) -> Any:
         return chain(clip_by_global_norm(0.5), gefen(learning_rate, weight_decay=0.1))
 
@@ -38,7 +38,7 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Gefen, Block": lambda named, **kw: Gefen(named, lr=1e-2, second_moment=Block(), **kw),
     "Gefen, maximize": lambda named, **kw: Gefen(named, lr=1e-2, maximize=True, **kw),
     "Gefen, stochastic_rounding": lambda named, **kw: Gefen(named, lr=1e-2, stochastic_rounding=True, **kw),
-    "TransformOptimizer, clipped": _clipped,
+    "TransformOptimizer, clipped": clipped,
 }
 
 
