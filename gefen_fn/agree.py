@@ -207,7 +207,10 @@ def together(
     except Exception as raised:  # whatever it is, the others have to hear of it before it goes its way
         error = raised
     record = [0, digest(result)] if error is None else [1, 0]  # type: ignore[arg-type]  # it has succeeded
-    failed, digests = gathered(torch.tensor(record, dtype=torch.int64, device="cpu"), group).cpu().unbind(1)
+    try:
+        failed, digests = gathered(torch.tensor(record, dtype=torch.int64, device="cpu"), group).cpu().unbind(1)
+    except Exception as lost:  # the others wait elsewhere, or are gone: of two errors the first says why
+        raise (error or lost) from (error or lost).__cause__
     members = failed.nonzero().flatten().tolist()
     if error is not None:
         raise error

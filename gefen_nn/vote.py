@@ -240,7 +240,7 @@ class Phases:
             GroupFailure: if an attempt failed on any member, chained to its cause on that one, or if members differ.
         """
         record = torch.from_numpy(_record(self._failed, parameters, ballot))
-        table = agree.gathered(record, self.group).numpy()
+        table = self._heard(record).numpy()
         heads = table[:, : _HEAD.itemsize].copy().view(_HEAD)[:, 0]
         self._check_failures(heads["failed"])
         assert ballot is not None  # else this member's own failure was just raised
@@ -253,6 +253,18 @@ class Phases:
         squares = torch.from_numpy(heads["squares"].astype(np.float64)) if heads["clips"].all() else None
         norm = None if squares is None else reference.tree_sum(squares, 0)
         return Outcome(np.any(given, axis=0).tolist(), bool(heads["overflow"].any()), norm)
+
+    def _heard(self, record: Tensor) -> Tensor:
+        """The records of all members; this member's own failure is not lost where the others do not answer."""
+        try:
+            return agree.gathered(record, self.group)
+        except Exception as lost:
+            if self._error is None:
+                raise
+            raise GroupFailure(
+                f"What fails on one member fails on all: got a failure in {PHASES[self._failed]} here, and members "
+                f"that could not be told, as they wait elsewhere or are gone ({lost}). Nothing was changed here."
+            ) from self._error
 
     def _check_failures(self, failed: Table) -> None:
         if failed.any():

@@ -118,6 +118,14 @@ class Pool:
         return [x.value for x in answers]
 
 
+def _next(end: Connection) -> Any:
+    """The next case; None if there is none, or nobody to ask."""
+    try:
+        return end.recv()
+    except (EOFError, ConnectionResetError):
+        return None
+
+
 def _server() -> Any:
     """Where workers come from; it imports modules from where this process does."""
     context = multiprocessing.get_context("forkserver")
@@ -134,7 +142,7 @@ def _work(rank: int, world: int, meet: str, end: Connection, group_seconds: floa
     limit = timedelta(seconds=group_seconds)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world, timeout=limit)
     end.send((False, None))
-    while (task := end.recv()) is not None:
+    while (task := _next(end)) is not None:
         case, args = task
         try:
             end.send((False, case(rank, *args)))
