@@ -38,8 +38,21 @@ from tests.distributed.training import TRANSFORMS, mesh_of, noise, spread, whole
 # Uneven and empty parts, tiles cut by three of them, on odd rows, with a remainder, and fewer rows than a tile.
 SHAPES = {"tall": (300, 256), "wide": (50, 512), "experts": (4, 32, 256), "bias": (70,), "two": (2, 4096)}
 MATRICES = {key: SHAPES[key] for key in ("tall", "wide", "experts")}
-TREES = {name: SHAPES for name in ("default", "one tile", "block", "dense", "hybrid")}
-TREES |= {name: MATRICES for name in ("muon", "normuon")}
+POLICIES = {name: SHAPES for name in ("default", "one tile", "block", "dense", "hybrid")}
+POLICIES |= {name: MATRICES for name in ("muon", "normuon")}
+# Named by what four processes make of them.
+EDGES = {
+    "uneven": (50, 512),
+    "empty": (5, 1024),
+    "a tile of three": (45, 256),
+    "odd rows": (34, 512),
+    "remainder": (60, 256),
+    "less than a tile": (20, 512),
+    "fewer than processes": (3, 4096),
+}
+TALL = {key: (rows, 256) for key, (rows, _) in EDGES.items() if rows >= 32}
+CUTS = {"tile16": EDGES, "whole columns": EDGES, "default": EDGES, "one tile": EDGES, "muon": TALL, "hybrid": TALL}
+TREES = {"policies": POLICIES, "cuts": CUTS}
 Where = tuple[Sequence[int] | None, str]
 
 
@@ -51,11 +64,13 @@ def alone_or_not() -> Iterator[None]:
         yield
 
 
-def _grown(where: Where, first: int, last: int, trees: dict[str, Any] | None = None) -> dict[str, tuple[Any, Any]]:
+def _grown(
+    which: str, where: Where, first: int, last: int, trees: dict[str, Any] | None = None
+) -> dict[str, tuple[Any, Any]]:
     """Parameters and state of every transform after steps `first .. last - 1`."""
     sides, how = where
     out = {}
-    for name, shapes in TREES.items():
+    for name, shapes in TREES[which].items():
         tx = TRANSFORMS[name]()
         params = {k: spread(noise(k, shape, 0), sides, how) for k, shape in shapes.items()}
         params, state = (params, tx.init(params)) if trees is None else trees[name]
@@ -74,28 +89,28 @@ def _whole(trees: dict[str, tuple[Any, Any]]) -> dict[str, Tensor]:
     return {key: whole(x).clone() for key, x in named.items()}
 
 
-def trees_after(rank: int, where: Where, last: int) -> dict[str, Tensor]:
+def trees_after(rank: int, which: str, where: Where, last: int) -> dict[str, Tensor]:
     """Every transform's tensors after `last` steps, whole."""
-    return _whole(_grown(where, 1, last + 1))
+    return _whole(_grown(which, where, 1, last + 1))
 
 
-def save_trees(rank: int, where: Where, folder: str) -> None:
+def save_trees(rank: int, which: str, where: Where, folder: str) -> None:
     """Two steps of every transform, then a stock checkpoint."""
-    trees = _grown(where, 1, 3)
+    trees = _grown(which, where, 1, 3)
     held = {tx: StateTree(state, params) for tx, (params, state) in trees.items()}
     with alone_or_not():
         dcp.save({**held, "params": {tx: params for tx, (params, _) in trees.items()}}, checkpoint_id=folder)
 
 
-def load_trees(rank: int, where: Where, folder: str) -> Any:
+def load_trees(rank: int, which: str, where: Where, folder: str) -> Any:
     """What a stock load gives, and what one more step makes of it."""
-    trees = _grown(where, 1, 1)
+    trees = _grown(which, where, 1, 1)
     held = {tx: StateTree(state, params) for tx, (params, state) in trees.items()}
     params = {tx: {k: torch.zeros_like(p) for k, p in params.items()} for tx, (params, _) in trees.items()}
     with alone_or_not():
         dcp.load({**held, "params": params}, checkpoint_id=folder)
     loaded = {tx: (params[tx], held[tx].state) for tx in trees}
-    out = _whole(loaded), _whole(_grown(where, 3, 4, loaded))
+    out = _whole(loaded), _whole(_grown(which, where, 3, 4, loaded))
     return out if rank == 0 else None
 
 

@@ -1,15 +1,19 @@
 """Saves, and loads onto other meshes: items 40 to 50 of the list that the design accepts shards by."""
 
+import functools
+import itertools
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.distributed.pool import GROUP_SECONDS, Pool, WorkerFailure
 from tests.distributed.saving import (
     DAMAGE,
+    EDGES,
     OWN,
     converted,
     load_run,
@@ -44,27 +48,47 @@ def on(pools, sides, case, *args):
 
 @pytest.fixture(scope="module")
 def expected_trees():
-    return trees_after(0, ONE, 2), trees_after(0, ONE, 3)
+    """`expected_trees(which)`: what one process holds after two steps, and after three."""
+    return functools.cache(lambda which: [trees_after(0, which, ONE, last) for last in (2, 3)])
 
 
-TREES = [
-    (((2,), "rows"), [((4,), "rows"), ((3,), "rows"), ONE]),
-    (((4,), "rows"), [((2,), "rows")]),
-    (ONE, [((2,), "rows")]),
-    (((2, 2), "hsdp"), [((1, 4), "hsdp"), ((4, 1), "hsdp")]),
-]
+TREES = {
+    "2 to 4, 3 and 1": (((2,), "rows"), [((4,), "rows"), ((3,), "rows"), ONE]),
+    "4 to 2": (((4,), "rows"), [((2,), "rows")]),
+    "1 to 2": (ONE, [((2,), "rows")]),
+    "hsdp": (((2, 2), "hsdp"), [((1, 4), "hsdp"), ((4, 1), "hsdp")]),
+}
 
 
-@pytest.mark.parametrize(("before", "after"), TREES, ids=["2 to 4, 3 and 1", "4 to 2", "1 to 2", "hsdp"])
-def test_43_44_45_46_d9_d14_every_policy_moves_between_meshes_to_the_bit(
+def check_trees(pools, folder, expected, which, before, after):
+    on(pools, before[0], save_trees, which, before, folder)
+    for where in after:
+        for wanted, got in zip(expected, on(pools, where[0], load_trees, which, where, folder), strict=True):
+            assert not different(wanted, got)
+
+
+@pytest.mark.parametrize(("before", "after"), TREES.values(), ids=TREES)
+def test_43_44_46_d9_d14_every_policy_and_muon_move_between_meshes_to_the_bit(
     pools, tmp_path, expected_trees, before, after
 ):
-    folder = str(tmp_path / "run")
-    on(pools, before[0], save_trees, before, folder)
-    for where in after:
-        loaded, stepped = on(pools, where[0], load_trees, where, folder)
-        assert not different(expected_trees[0], loaded)
-        assert not different(expected_trees[1], stepped)
+    check_trees(pools, str(tmp_path / "run"), expected_trees("policies"), "policies", before, after)
+
+
+@pytest.mark.parametrize(("before", "after"), list(TREES.values())[:3], ids=list(TREES)[:3])
+def test_45_leaves_that_meshes_cut_in_every_way_move_between_them_to_the_bit(
+    pools, tmp_path, expected_trees, before, after
+):
+    check_trees(pools, str(tmp_path / "run"), expected_trees("cuts"), "cuts", before, after)
+
+
+def test_45_the_leaves_are_cut_as_their_names_say():
+    parts = {name: [len(part) for part in torch.arange(rows).chunk(4)] for name, (rows, _) in EDGES.items()}
+    ends = {name: {*itertools.accumulate(lengths)} for name, lengths in parts.items()}
+    assert len(set(parts["uneven"])) > 1 and len(parts["empty"]) < 4 and len(parts["fewer than processes"]) < 4
+    last_tile = range(16, EDGES["a tile of three"][0])
+    assert len(ends["a tile of three"] & set(last_tile)) == 2
+    assert any(end % 2 for end in ends["odd rows"] - {EDGES["odd rows"][0]})
+    assert EDGES["remainder"][0] % 16 and EDGES["less than a tile"][0] < 128
 
 
 RUNS = [
