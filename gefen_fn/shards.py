@@ -81,7 +81,12 @@ def local(x: Any) -> Any:
         return x
     if _is_record(x):
         return type(x)(*map(local, x))
-    return x.to_local() if is_sharded(x) else x
+    return _part_of(x) if is_sharded(x) else x
+
+
+def _part_of(x: Any) -> Tensor:
+    part: Tensor = x.to_local()
+    return part if part.dim() == x.dim() else part.reshape(0, *x.shape[1:])  # torch's empty part of another mesh
 
 
 def piece_of(x: Tensor) -> Piece:

@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from gefen_fn.shards import mesh_group
 from gefen_fn.tree import StructureError
 from gefen_nn.vote import Gradients
 
+Result = TypeVar("Result")
+
 _VOTING: dict[Any, Scope] = {}  # by default group and members: one group for votes serves all optimizers
 
 
@@ -27,31 +29,35 @@ class Control:
 
     They are found at construction by all members, who tell each other what they see, and stay when a parameter is
     replaced: what happens to one member must not change whom it tells.
+
+    Attributes:
+        shared: whether there is a scope, or parameters lie on a mesh; a step is not traced by torch.compile then.
     """
 
     def __init__(self, tx: GradientTransformation) -> None:
         scopes = [Scope.of(rule["codebook"]) for rule in quantizing(tx).values()]
         self._given = _widest([scope for scope in scopes if scope is not None])
+        self.shared = self._given is not None
         self._found: Scope | None = None
         self._seen: frozenset[int] = frozenset()
         self._sums = False
 
     def of(self, leaves: Sequence[Tensor]) -> Scope | None:
-        """The members; None for this process alone, and while a graph is captured or compiled.
+        """The members; None for this process alone, and while a graph is captured.
 
         Where meshes are new this is a collective, as the making of a process group is.
 
         Raises:
             StructureError: on every member, if the meshes overlap, or if members see other meshes.
         """
-        if torch.compiler.is_compiling() or capturing():
+        if capturing():
             return None
         meshes = agree.meshes_of(leaves)
         if not agree.ranks_of(meshes) <= self._seen:
             members = _agreed_members(meshes)
-            self._seen = frozenset(members)
+            self._seen, self.shared = frozenset(members), True
             votes = self._given is None and len(members) > 1 and dist.get_rank() in members
-            self._found = _voting(members, meshes) if votes else None
+            self._found = _voting(members, agree.group_of(leaves)) if votes else None
             self._sums = self._given is None or self._given.members == members
         scope = self._found if self._given is None else self._given
         return scope if scope is not None and len(scope.members) > 1 else None
@@ -59,6 +65,12 @@ class Control:
     def squares(self, step: FusedStep | None) -> Callable[[Gradients], Tensor | None]:
         """What counts a member's squares of a norm; nothing if the step needs none, or others hold the parameters."""
         return step.squares_here if isinstance(step, Step) and self._sums else lambda grads: None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's decorator has no types
+def untraced(f: Callable[..., Result], *args: Any) -> Result:
+    """`f(*args)`, as it is without torch.compile."""
+    return f(*args)
 
 
 def _widest(scopes: Sequence[Scope]) -> Scope | None:
@@ -105,17 +117,18 @@ def _agreed_members(meshes: Sequence[Any]) -> tuple[int, ...]:
     return members
 
 
-def _voting(members: tuple[int, ...], meshes: Sequence[Any]) -> Scope:
-    """The members with a process group for votes alone, whose timeout is that of the group of a mesh."""
+def _voting(members: tuple[int, ...], beside: Any) -> Scope:
+    """The members with a process group for votes alone, of the back end and timeout of the one that they have.
+
+    A part of all processes votes in the one that it has: a new one takes all processes to make.
+    """
     key = dist.group.WORLD, members
     if key not in _VOTING:
-        widest = max(meshes, key=lambda mesh: mesh.size())
-        beside = mesh_group(widest, range(widest.ndim))
         device = control_device(beside)
-        kind = back_ends(beside)[device.type]
-        limit = _timeout(beside, device)
-        group = dist.new_group(list(members), timeout=limit, backend=kind, use_local_synchronization=True)
-        _VOTING[key] = Scope("votes", members, group, device)
+        if len(members) == dist.get_world_size():
+            kind = back_ends(beside)[device.type]
+            beside = dist.new_group(list(members), timeout=_timeout(beside, device), backend=kind)
+        _VOTING[key] = Scope("votes", members, beside, device)
     return _VOTING[key]
 
 

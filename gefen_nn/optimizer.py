@@ -17,7 +17,7 @@ from gefen_fn.shards import placements_of
 from gefen_fn.tree import check_floating
 from gefen_nn import checkpoint, groups, state_view
 from gefen_nn.checks import check_gradients, warn_if_slow
-from gefen_nn.control import Control
+from gefen_nn.control import Control, untraced
 from gefen_nn.hooks import call, run_post_hooks, run_pre_hooks
 from gefen_nn.kept import Kept
 from gefen_nn.offload import Host, away, moved, placed
@@ -267,7 +267,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             GroupFailure: for any of these on a member of the group, or if members differ.
         """
         with torch.no_grad():  # as a decorator it would hide the step from torch.compile
-            return self._step(closure)
+            return untraced(self._step, closure) if self._control.shared else self._step(closure)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch runs the hooks itself unless it finds this
 
