@@ -5,6 +5,7 @@ be killed starts in half a second. A case is a function at the top of a module, 
 `case(rank, *args)`; the pool returns what each returned. Workers meet through a file, speak gloo, and have a deadline.
 """
 
+import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -118,14 +119,6 @@ class Pool:
         return [x.value for x in answers]
 
 
-def _next(end: Connection) -> Any:
-    """The next case; None if there is none, or nobody to ask."""
-    try:
-        return end.recv()
-    except (EOFError, ConnectionResetError):
-        return None
-
-
 def _server() -> Any:
     """Where workers come from; it imports modules from where this process does."""
     context = multiprocessing.get_context("forkserver")
@@ -141,12 +134,19 @@ def _work(rank: int, world: int, meet: str, end: Connection, group_seconds: floa
     os.environ.setdefault("LOCAL_RANK", str(rank))
     limit = timedelta(seconds=group_seconds)
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world, timeout=limit)
-    end.send((False, None))
-    while (task := _next(end)) is not None:
-        case, args = task
-        try:
-            end.send((False, case(rank, *args)))
-        except BaseException:  # all that a case may raise is the test's to judge
-            end.send((True, traceback.format_exc()))
-    # gloo's threads can abort the process while the interpreter takes itself apart.
-    os._exit(0)
+    try:
+        end.send((False, None))
+        _answer_all(rank, end)
+    finally:  # gloo's threads can abort the process while the interpreter takes itself apart
+        os._exit(0)
+
+
+def _answer_all(rank: int, end: Connection) -> None:
+    """Run cases until there is none, or nobody to ask."""
+    with contextlib.suppress(EOFError, OSError):
+        while (task := end.recv()) is not None:
+            case, args = task
+            try:
+                end.send((False, case(rank, *args)))
+            except BaseException:  # all that a case may raise is the test's to judge
+                end.send((True, traceback.format_exc()))
