@@ -50,7 +50,8 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
     """Apply transforms from left to right; the state is a tuple, one entry per transform.
 
     On shards, stages that exchange with other members do so one after the other; those under masks that follow each
-    other and show no leaf twice, like the parts of a `partition`, at one time.
+    other and show no leaf twice, like the parts of a `partition`, at one time. The extra argument `global_norm` is the
+    norm of what comes in, and is passed on as long as stages keep it.
 
     Raises:
         TypeError: if an argument is not a transform.
@@ -59,6 +60,7 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
     for tx in txs:
         check_transform(tx)
     masks = [_mask_of(tx) for tx in txs]
+    reach = next((n for n, tx in enumerate(txs) if not keeps_norm(recipe_of(tx))), len(txs))
 
     def init(params: Params) -> tuple[OptState, ...]:
         return tuple(tx.init(params) for tx in txs)
@@ -77,7 +79,8 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
                 return updates, new
             shown = _abreast(masks[n:], updates, params)
             stages = list(zip(txs[n:], state[n:], strict=True))[: max(1, len(shown))]
-            outs = together([started(tx, updates, s, params, **extra) for tx, s in stages])
+            known = extra if n <= reach else without_norm(extra)
+            outs = together([started(tx, updates, s, params, **known) for tx, s in stages])
             return then(outs, lambda outs: onward(_joined(updates, shown, outs), (*new, *(s for _, s in outs))))
 
         return onward(updates, ())
@@ -87,8 +90,24 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
 
 def _mask_of(tx: GradientTransformation) -> tuple[Mask] | None:
     """The mask of a transform that is `masked`; None for any other."""
-    recipe = getattr(tx.update, "recipe", Recipe("unknown"))
+    recipe = recipe_of(tx)
     return (recipe.args[1],) if recipe.name == "masked" else None
+
+
+def recipe_of(tx: GradientTransformation) -> Recipe:
+    """How a transform was made, if it tells."""
+    return getattr(tx.update, "recipe", Recipe("unknown"))
+
+
+def keeps_norm(recipe: Recipe) -> bool:
+    """Whether what goes out of a stage has the norm of what comes in, whatever that is."""
+    value = recipe.args[0] if recipe.name == "scale" else None
+    return recipe.name == "identity" or (isinstance(value, (int, float)) and value == -1)
+
+
+def without_norm(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Extra arguments for a stage that sees other updates than those whose norm may be known."""
+    return {key: value for key, value in extra.items() if key != "global_norm"}
 
 
 def _abreast(masks: Sequence[tuple[Mask] | None], updates: Updates, params: Params | None) -> list[list[bool]]:
@@ -209,7 +228,7 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
         keep = bools(choices_of(mask, updates, params))
         shown = _select(updates, updates, keep)
         shown_params, picks = _select(updates, params, keep), [int(k) for k in keep]
-        whole = started(inner, shown, state.inner_state, shown_params, **extra)
+        whole = started(inner, shown, state.inner_state, shown_params, **without_norm(extra))
         return then(whole, lambda out: (_merge(updates, picks, updates, out[0]), MaskedState(out[1])))
 
     return made_in_rounds(Recipe("masked", (inner, mask)), init, start)
@@ -253,7 +272,7 @@ def partition(transforms: Mapping[Hashable, GradientTransformation], param_label
         for i, (label, tx) in enumerate(transforms.items()):
             mine = [pick == i for pick in picks]
             shown, shown_params = _select(updates, updates, mine), _select(updates, params, mine)
-            parts.append(started(tx, shown, state.inner_states[label], shown_params, **extra))
+            parts.append(started(tx, shown, state.inner_states[label], shown_params, **without_norm(extra)))
 
         def merged(outs: list[tuple[Updates, OptState]]) -> tuple[Updates, PartitionState]:
             states = PartitionState({label: inner for label, (_, inner) in zip(known, outs, strict=True)})

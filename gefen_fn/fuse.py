@@ -8,6 +8,7 @@ what the pure path asks for the other leaves is put together, so that it takes t
 asks in `_asked`, as a `Later` made of the state before the step; what that comes to is given to `_prepared`.
 """
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,14 +21,14 @@ from gefen_fn.accumulate import MultiSteps, apply_if_finite
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates, started, write_updates
 from gefen_fn.calibrate import check_can_learn, learn_from
 from gefen_fn.clip import clip_factor, first_column_axis, norm_by, squares_here
-from gefen_fn.combine import chain
+from gefen_fn.combine import chain, without_norm
 from gefen_fn.exchange import finish, together
 from gefen_fn.gefen import ScaleByGefenState
 from gefen_fn.muon import ScaleByMuonState
 from gefen_fn.muon_plan import MuonLaunch, MuonWork
 from gefen_fn.muon_step import prepared_muon
 from gefen_fn.plan import Launch, StepPlan, Work, kernels_of, make_plan
-from gefen_fn.program import Part, Program, Stage, at, put, recognise
+from gefen_fn.program import Part, Program, Stage, at, begins_with_clip, put, recognise
 from gefen_fn.rounding import StochasticRoundingState
 from gefen_fn.scalar import capturing, check_state, multiply
 from gefen_fn.scale import need_params
@@ -124,10 +125,6 @@ class Step:
             old.copy_(x)
         return write_state(state, new)
 
-    def squares_here(self, grads: Updates) -> Tensor | None:
-        """What this member counts of the squares whose root is `global_norm`, 0-dim float64; None without a clip."""
-        return None if self.program.clip is None else squares_here(_squares_of, grads)
-
     def _pure(self, grads: Updates, state: OptState, params: Params, **extra: Any) -> OptState:
         updates, state = self._tx.update(grads, state, params, **extra)
         self.wrote = True
@@ -204,7 +201,7 @@ class ChainedStep:
         """Take one step; see `Step`."""
         check_state(state, tuple)
         updates, front = self._front.update(grads, state[:-1], params, **extra)
-        last = self.inner(updates, state[-1], params, **extra)
+        last = self.inner(updates, state[-1], params, **without_norm(extra))
         return (*write_state(state[:-1], front), last)
 
 
@@ -231,6 +228,16 @@ def fuse(tx: GradientTransformation) -> FusedStep | None:
         return ChainedStep(chain(*front), inner)
     outer = _GUARDS[recipe.name](_in_place(last, inner), *recipe.args[1:], **recipe.kwargs)
     return GuardedStep(recipe.name, outer, inner)
+
+
+def squares_of(tx: GradientTransformation) -> Callable[[Updates], Tensor | None]:
+    """What this member counts of the squares whose root `tx` takes as `global_norm`, 0-dim float64.
+
+    None where `tx` does not begin with a clip of that norm.
+    """
+    if begins_with_clip(tx):
+        return functools.partial(squares_here, _squares_of)
+    return lambda grads: None
 
 
 def _in_place(tx: GradientTransformation, step: FusedStep) -> GradientTransformation:

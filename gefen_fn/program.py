@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from gefen_fn.base import GradientTransformation, OptState, Params, Recipe
-from gefen_fn.combine import bools, choices_of
+from gefen_fn.combine import bools, choices_of, keeps_norm, recipe_of
 from gefen_fn.second_moment import Block, Dense, Factored
 from gefen_fn.tree import StructureError, Tree, tree_structure, tree_unflatten
 
@@ -151,18 +151,29 @@ def put(state: OptState, path: Path, value: Any) -> OptState:
 
 def recognise(tx: GradientTransformation) -> Program | None:
     """Read a program off a transform's recipe; None if it is another expression."""
-    stages = list(_stages(tx, (), None))
-    negate = bool(stages) and _is_negation(stages[0])
-    rest = stages[negate:]
-    clip = rest.pop(0) if rest and rest[0].recipe.name == "clip_by_global_norm" else None
+    negate, clip, rest = _opening(tx)
     parts, labels = _parts(rest)
     known = tuple(part for part in parts if part is not None)
     return Program(negate, clip, known, labels, len(known) == len(parts)) if known else None
 
 
+def begins_with_clip(tx: GradientTransformation) -> bool:
+    """Whether a transform needs the norm of all gradients before anything else."""
+    return _opening(tx)[1] is not None
+
+
+def _opening(tx: GradientTransformation) -> tuple[bool, Stage | None, list[Stage]]:
+    """Whether the gradient is negated first, the clip of its norm, and the stages after it."""
+    stages = list(_stages(tx, (), None))
+    negate = bool(stages) and _is_negation(stages[0])
+    rest = stages[negate:]
+    clip = rest.pop(0) if rest and rest[0].recipe.name == "clip_by_global_norm" else None
+    return negate, clip, rest
+
+
 def _stages(tx: Any, path: Path, owner: Stage | None) -> Iterator[Stage]:
     """The stages from left to right, chains and injections opened."""
-    recipe = getattr(tx.update, "recipe", Recipe("unknown"))
+    recipe = recipe_of(tx)
     if recipe.name == "chain":
         for i, inner in enumerate(recipe.args):
             yield from _stages(inner, (*path, i), owner)
@@ -187,8 +198,7 @@ def opened(recipe: Recipe) -> GradientTransformation | None:
 
 
 def _is_negation(stage: Stage) -> bool:
-    value = stage.recipe.args[0] if stage.recipe.name == "scale" else None
-    return isinstance(value, (int, float)) and value == -1
+    return stage.recipe.name == "scale" and keeps_norm(stage.recipe)
 
 
 def _parts(rest: list[Stage]) -> tuple[list[Part | None], Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from gefen_fn import agree
 from gefen_fn.base import GradientTransformation
 from gefen_fn.describe import quantizing
-from gefen_fn.fuse import FusedStep, Step
+from gefen_fn.fuse import squares_of
 from gefen_fn.scalar import capturing
 from gefen_fn.scope import Scope, back_ends, control_device
 from gefen_fn.shards import mesh_group
@@ -41,6 +41,7 @@ class Control:
         self._found: Scope | None = None
         self._seen: frozenset[int] = frozenset()
         self._sums = False
+        self._squares = squares_of(tx)
 
     def of(self, leaves: Sequence[Tensor]) -> Scope | None:
         """The members; None for this process alone, and while a graph is captured.
@@ -62,9 +63,9 @@ class Control:
         scope = self._found if self._given is None else self._given
         return scope if scope is not None and len(scope.members) > 1 else None
 
-    def squares(self, step: FusedStep | None) -> Callable[[Gradients], Tensor | None]:
-        """What counts a member's squares of a norm; nothing if the step needs none, or others hold the parameters."""
-        return step.squares_here if isinstance(step, Step) and self._sums else lambda grads: None
+    def squares(self, grads: Gradients) -> Tensor | None:
+        """A member's squares of a norm, as of `squares_of`; None also if others hold the parameters."""
+        return self._squares(grads) if self._sums else None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's decorator has no types

@@ -279,8 +279,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         params = phases.attempt("structure", self._checked_sync)
         grads = phases.attempt("gradients", lambda: self._gradients(params or {}))
         scaler = phases.attempt("scaler", lambda: Scaler.of(self))
-        squares = self._control.squares(self._fused)
-        agreement = agreed(phases, self._named(), grads, scaler, self._live_state, squares)
+        agreement = agreed(phases, self._named(), grads, scaler, self._live_state, self._control.squares)
         grads = agreement.grads
         self._kept.skipped = agreement.overflow or all(g is None for g in grads.values())
         if not self._kept.skipped:

@@ -123,6 +123,12 @@ EXPRESSIONS = {
         clip_by_global_norm(0.1),
         partition({"gefen": gefen(1e-2), "adam": adamw(COSINE), "still": set_to_zero()}, LABELS),
     ),
+    "clip inside of a clip": lambda: chain(
+        clip_by_global_norm(0.1),
+        partition(
+            {"gefen": gefen(1e-2), "adam": chain(clip_by_global_norm(0.01), sgd(0.1)), "still": sgd(1.0)}, LABELS
+        ),
+    ),
     "gefen_muon": lambda: gefen_muon(1e-2),
     "clipped gefen_muon": lambda: chain(
         clip_by_global_norm(0.5), gefen_muon(COSINE, weight_decay=0.1, mask=lambda p: {k: k != "conv" for k in p})

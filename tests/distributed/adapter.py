@@ -38,7 +38,7 @@ def build(sides: Sequence[int] | None, **options: Any) -> tuple[nn.Module, Gefen
 def give_gradients(model: nn.Module, step: int) -> None:
     """The same gradients on any mesh."""
     for name, p in model.named_parameters():
-        g = noise(name, p.shape, step)
+        g = noise(name, p.shape, step).to(p.dtype)
         p.grad = distribute_tensor(g, p.device_mesh, p.placements) if isinstance(p, DTensor) else g
 
 

@@ -22,8 +22,12 @@ from gefen_fn import (
     clip_by_global_norm,
     flatten_state,
     gefen_muon,
+    inject_hyperparams,
     lion,
+    masked,
     muon,
+    named_chain,
+    partition,
     stochastic_rounding,
     trace,
     zero_nans,
@@ -49,7 +53,32 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
     "hybrid": lambda: gefen_muon(1e-2, normuon="paper", weight_decay=0.1),
     "random": lambda: chain(gefen_alias(1e-2, rounding="stochastic"), stochastic_rounding()),
     "clip": lambda: chain(clip_by_global_norm(0.5), gefen_alias(1e-2, weight_decay=0.1)),
+    "nested": lambda: nested(),
 }
+
+
+def nested() -> Any:
+    """Three transforms that exchange, each deep inside: Muon and two kinds of tiles."""
+
+    def parts(learning_rate: Any) -> Any:
+        tiles = gefen_alias(learning_rate, second_moment=Factored((16, 256)))
+        return partition(
+            {
+                "tall": MultiSteps(gefen_alias(learning_rate), 1),
+                "masks": named_chain(
+                    ("both", chain(masked(muon(learning_rate), _is("wide")), masked(tiles, _is("few"))))
+                ),
+                "rest": adamw(learning_rate),
+            },
+            lambda params: {k: {"tall": "tall", "wide": "masks", "few": "masks"}.get(k, "rest") for k in params},
+        )
+
+    return chain(clip_by_global_norm(0.5), inject_hyperparams(parts)(1e-2))
+
+
+def _is(name: str) -> Callable[[Any], dict[str, bool]]:
+    """The mask that shows one leaf."""
+    return lambda params: {k: k == name for k in params}
 
 
 def _qkv(params: Any) -> dict[str, MatrixAxes | None]:
