@@ -18,7 +18,7 @@ from gefen_fn.scope import learns
 from gefen_fn.second_moment import policy_for
 from gefen_nn import groups
 from gefen_nn.errors import CheckpointError
-from gefen_nn.foreign import Foreign, Moments, read_foreign
+from gefen_nn.foreign import Foreign, Moments, Source, read_foreign
 from gefen_nn.optimizer import TransformOptimizer
 from gefen_nn.state_view import own_part
 
@@ -26,17 +26,19 @@ Leaves = dict[str, Tensor]  # of one parameter, as in `optimizer.state`
 _KEEP_SHAPE = ((1.0, 0.0, 0.0),)  # coefficients of an iteration that leaves a matrix as it is
 
 
-def convert_state(source_state_dict: Mapping[str, Any], optimizer: TransformOptimizer) -> dict[str, Any]:
+def convert_state(source_state_dict: Source | Sequence[Source], optimizer: TransformOptimizer) -> dict[str, Any]:
     """Make a state dict for an optimizer of another package's; neither is changed.
 
-    Takes those of torch's Adam and AdamW, and of Gefen-X 0.5. First moments are encoded with the optimizer's codebook,
-    which is learned from all of them unless it is learned already, or fixed. Second moments are averaged as each leaf's
-    policy does; where its decay is warmed up they are stored with their bias corrected, because nothing corrects it
-    later. Counts are taken over, and learning rate, betas, eps and weight decay where groups carry them. What other
-    stages of the expression keep stays as it is. With sharded parameters all processes call this together.
+    Takes those of torch's Adam, AdamW and Muon, and of Gefen-X 0.5. First moments are encoded with the optimizer's
+    codebook, which is learned from all of them unless it is learned already, or fixed. Second moments are averaged as
+    each leaf's policy does; where its decay is warmed up they are stored with their bias corrected, because nothing
+    corrects it later. Counts are taken over, and learning rate, betas, momentum, eps and weight decay where groups
+    carry them. What other stages of the expression keep stays as it is. With sharded parameters all processes call
+    this together.
 
     Args:
-        source_state_dict: `state_dict()` of the other optimizer.
+        source_state_dict: `state_dict()` of the other optimizer; or a list of several, which had the parameters among
+            them, such as torch.optim.Muon and AdamW.
         optimizer: the one that is to go on.
 
     Returns:
@@ -99,9 +101,18 @@ def _fill(
             _fill_quantizing(stage, rules[stage], state, own, params)
         else:
             for name, m in own.items():
-                _put(
-                    state[name], stage, mu=own_part(m.mu, params[name]), nu=own_part(m.nu, params[name]), count=m.steps
-                )
+                nu, steps = _adams(stage, name, m)
+                _put(state[name], stage, mu=own_part(m.mu, params[name]), nu=own_part(nu, params[name]), count=steps)
+
+
+def _adams(stage: str, name: str, m: Moments) -> tuple[Tensor, int]:
+    """The second moment and the steps, without which Adam's rules cannot go on."""
+    if m.nu is None or m.steps is None:
+        raise CheckpointError(
+            f"State of {name!r} must have a second moment, which {stage} keeps: got torch.optim.Muon's, which has "
+            "none. Convert into `Muon`, or give `GefenMuon` the same matrices."
+        )
+    return m.nu, m.steps
 
 
 def _fill_quantizing(
@@ -122,7 +133,7 @@ def _fill_quantizing(
             leaves.update({f"{stage}.codebook": book, f"{stage}.learned": learned})
     encode = _encoded_gefen if stage.startswith("scale_by_gefen") else _encoded_muon
     for name, m in own.items():
-        kept = encode(rule, book, name, m._replace(mu=parts[name], nu=own_part(m.nu, params[name])), params)
+        kept = encode(rule, book, name, m._replace(mu=parts[name]), params)
         _put(state[name], stage, **kept)
 
 
@@ -136,19 +147,21 @@ def _encoded_gefen(
 ) -> dict[str, Any]:
     """What the transform itself keeps after one step that forgets all it knew: of the moment, and of the root."""
     policy, block = rule["second_moment"], rule["block"]
+    nu, steps = _adams("scale_by_gefen", name, m)
+    nu = own_part(nu, params[name])
     tx = scale_by_gefen(0.0, 0.0, second_moment=policy, b2_warmup=None, block=block, codebook=book)
     leaf = _alone(name, params[name], params)
     layout = next(at for at in layout_list(block, leaf) if at is not None)
     warms = rule["b2_warmup"] is not None and policy_for(policy, layout).warms
-    square = m.nu / (1.0 - m.betas[1] ** m.steps) if warms else m.nu
-    mu, nu = (tx.update(_alone(name, x, params), tx.init(leaf))[1] for x in (m.mu, square.sqrt()))
-    return {"mu": mu.mu[name], "nu": nu.nu[name], "count": m.steps}
+    square = nu / (1.0 - m.betas[1] ** steps) if warms else nu
+    first, second = (tx.update(_alone(name, x, params), tx.init(leaf))[1] for x in (m.mu, square.sqrt()))
+    return {"mu": first.mu[name], "nu": second.nu[name], "count": steps}
 
 
 def _encoded_muon(
     rule: Mapping[str, Any], book: Tensor, name: str, m: Moments, params: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The average of gradients alone; Muon corrects no bias of it."""
+    """The average of gradients alone; Muon corrects no bias of it, so that of Adam's is corrected here."""
     if rule["convention"] != "ema":
         raise CheckpointError(
             f'`convention` of Muon must be "ema" to take over averages: got {rule["convention"]!r}. Start fresh.'
@@ -157,7 +170,7 @@ def _encoded_muon(
     kept = {"quantize": rule["quantize"], "block": rule["block"], "codebook": book}
     tx = scale_by_muon(0.0, False, coeffs=_KEEP_SHAPE, spec=spec, **kept)
     leaf = _alone(name, params[name], params)
-    average = m.mu / (1.0 - m.betas[0] ** m.steps)
+    average = m.mu if m.steps is None else m.mu / (1.0 - m.betas[0] ** m.steps)
     return {"mu": tx.update(_alone(name, average, params), tx.init(leaf), leaf)[1].mu[name]}
 
 

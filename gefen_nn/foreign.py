@@ -1,6 +1,6 @@
-"""Reading what other packages' optimizers saved: torch's Adam and AdamW, and Gefen-X 0.5."""
+"""Reading what other packages' optimizers saved: torch's Adam, AdamW and Muon, and Gefen-X 0.5."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -10,6 +10,9 @@ from gefen_kernels import reference
 from gefen_nn.errors import CheckpointError
 
 _VALUES = ("lr", "betas", "eps", "weight_decay")
+_MUON_VALUES = ("lr", "weight_decay", "momentum")
+
+Source = Mapping[str, Any]
 
 
 class Moments(NamedTuple):
@@ -17,14 +20,14 @@ class Moments(NamedTuple):
 
     Attributes:
         mu: average of its gradients from a start at zero, fp32, as Adam keeps it.
-        nu: average of their squares, likewise.
-        steps: updates taken.
+        nu: average of their squares, likewise; None of Muon, which keeps none.
+        steps: updates taken; None of Muon, which does not count.
         betas: the decays of both.
     """
 
     mu: Tensor
-    nu: Tensor
-    steps: int
+    nu: Tensor | None
+    steps: int | None
     betas: tuple[float, float]
 
 
@@ -36,12 +39,13 @@ class Foreign(NamedTuple):
 
 
 def read_foreign(
-    source: Mapping[str, Any], params: Mapping[str, Tensor], *, named: bool, regrouped: bool = False
+    source: Source | Sequence[Source], params: Mapping[str, Tensor], *, named: bool, regrouped: bool = False
 ) -> Foreign:
     """Sort another optimizer's state dict by parameter name.
 
     Args:
-        source: its `state_dict()`, or what torch's `get_optimizer_state_dict` made of it.
+        source: its `state_dict()`, or what torch's `get_optimizer_state_dict` made of it; or those of several
+            optimizers that had the parameters among them.
         params: the target's parameters, in order.
         named: whether their names are known, and not only their positions.
         regrouped: whether the target has put them in another order than they were given in.
@@ -49,53 +53,80 @@ def read_foreign(
     Raises:
         CheckpointError: for another kind of state dict, or names or shapes that do not fit.
     """
-    if not isinstance(source, Mapping) or not {"state", "param_groups"} <= source.keys():
-        came = sorted(map(str, source)) if isinstance(source, Mapping) else type(source).__name__
-        raise CheckpointError(
-            f"A state dict has `state` and `param_groups`: got {came}. Pass `optimizer.state_dict()`."
-        )
-    names = _names(source["param_groups"], params, named, regrouped)
-    values = {names[i]: _values(group) for group in source["param_groups"] for i in group["params"]}
-    read: Callable[..., Moments] = _read_gefen_x if "gefen_codebook" in source else _read_adam
+    sources: list[Any] = list(source) if isinstance(source, (list, tuple)) else [source]
+    for one in sources:
+        if not isinstance(one, Mapping) or not {"state", "param_groups"} <= one.keys():
+            came = sorted(map(str, one)) if isinstance(one, Mapping) else type(one).__name__
+            raise CheckpointError(
+                f"A state dict has `state` and `param_groups`: got {came}. Pass `optimizer.state_dict()`."
+            )
+    names = [_names(one["param_groups"], params, named, regrouped, len(sources) == 1) for one in sources]
+    _check_names([name for own in names for name in own.values()], params)
+    read = [_read(one, own, params) for one, own in zip(sources, names, strict=True)]
+    return Foreign(*({k: x for part in parts for k, x in part.items()} for parts in zip(*read, strict=True)))
+
+
+def _read(source: Source, names: Mapping[Any, str], params: Mapping[str, Tensor]) -> Foreign:
+    """One state dict."""
+    owners = {names[i]: group for group in source["param_groups"] for i in group["params"]}
+    values = {name: _values(group) for name, group in owners.items()}
     moments = {}
     for i, leaves in source["state"].items():
         if leaves:
             name = names[i]
-            moments[name] = read(name, leaves, params[name], values[name]["betas"], source)
+            read = _read_gefen_x if "gefen_codebook" in source else _read_muon if _is_muon(owners[name]) else _read_adam
+            moments[name] = read(name, leaves, params[name], values[name], source)
     return Foreign(moments, values)
 
 
-def _names(saved: Any, params: Mapping[str, Tensor], named: bool, regrouped: bool) -> dict[Any, str]:
+def _is_muon(group: Mapping[str, Any]) -> bool:
+    return {"momentum", "ns_steps"} <= group.keys()
+
+
+def _names(saved: Any, params: Mapping[str, Tensor], named: bool, regrouped: bool, alone: bool) -> dict[Any, str]:
     """The target's name of each index: the saved one where there is one, else that of the position."""
     ids = [i for group in saved for i in group["params"]]
     if named and all("param_names" in group for group in saved):
         names = [name for group in saved for name in group["param_names"]]
+    elif all(isinstance(i, str) for i in ids):
+        names = ids
     else:
-        names = ids if all(isinstance(i, str) for i in ids) else list(params)
-    if names is not ids and regrouped and "param_names" not in saved[0]:
+        names = list(params)
+        if not alone or regrouped:
+            where = "an optimizer that puts Muon's first" if alone else "one of several optimizers"
+            raise CheckpointError(
+                "Parameters must have names where their order differs: got a state that knows them by position, for "
+                f"{where}. Build the old optimizer with `model.named_parameters()`, load the old state into it, and "
+                "convert its `state_dict()`."
+            )
+    if len(ids) != len(names):
         raise CheckpointError(
-            "Parameters must have names where their order differs: got a state that knows them by position, for an "
-            "optimizer that puts Muon's first. Build the old optimizer with `model.named_parameters()`, load the old "
-            "state into it, and convert its `state_dict()`."
+            f"Parameters must match: got {len(ids)} for {len(names)}. Build the optimizer with the same parameters."
         )
+    return dict(zip(ids, names, strict=True))
+
+
+def _check_names(names: Sequence[str], params: Mapping[str, Tensor]) -> None:
     missing = sorted(name for name in params.keys() - set(names) if params[name].requires_grad)
     extra = sorted(set(names) - params.keys())
-    if missing or extra or len(ids) != len(names):
-        came = list_names(missing=missing, unexpected=extra) or f"{len(ids)} for {len(names)}"
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if missing or extra or twice:
+        came = list_names(missing=missing, unexpected=extra, twice=twice)
         raise CheckpointError(f"Parameters must match: got {came}. Build the optimizer with the same named parameters.")
-    return dict(zip(ids, names, strict=True))
 
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's values by torch's names; Gefen-X has two betas under names of their own."""
     if group.get("amsgrad"):
         raise CheckpointError("`amsgrad` must be False: got True, whose maximum has no place here. Start fresh.")
+    if _is_muon(group):
+        return {key: x for key, x in group.items() if key in _MUON_VALUES}
     betas = {"betas": (group["beta1"], group["beta2"])} if "beta1" in group else {}
     values = {key: x for key, x in {**group, **betas}.items() if key in _VALUES}
     if "betas" not in values:
         raise CheckpointError(
-            f"A group must have `betas`, as of Adam, AdamW or Gefen-X: got {sorted(map(str, group))}. Another "
-            "optimizer's moments mean something else: load the model alone and start fresh."
+            f"A group must have `betas`, as of Adam, AdamW or Gefen-X, or be Muon's: got {sorted(map(str, group))}. "
+            "Another optimizer's moments mean something else: load the model alone and start fresh."
         )
     return {**values, "betas": tuple(map(float, values["betas"]))}
 
@@ -104,31 +135,44 @@ def _field(name: str, leaves: Mapping[str, Any], key: str) -> Any:
     if key not in leaves:
         raise CheckpointError(
             f"State of {name!r} must have `{key}`: got {sorted(map(str, leaves))}. "
-            "Only Adam, AdamW and Gefen-X 0.5 are read."
+            "Only Adam, AdamW, Muon and Gefen-X 0.5 are read."
         )
     return leaves[key]
 
 
-def _moments(name: str, p: Tensor, mu: Tensor, nu: Tensor, count: Any, betas: tuple[float, float]) -> Moments:
-    for what, x in (("first", mu), ("second", nu)):
-        if x.shape != p.shape or not bool(x.isfinite().all()):
-            came = tuple(x.shape) if x.shape != p.shape else "values that are not finite"
-            raise CheckpointError(f"The {what} moment of {name!r} must be finite, {tuple(p.shape)}: got {came}.")
+def _checked(name: str, what: str, x: Tensor, p: Tensor) -> Tensor:
+    """A moment in fp32."""
+    if x.shape != p.shape or not bool(x.isfinite().all()):
+        came = tuple(x.shape) if x.shape != p.shape else "values that are not finite"
+        raise CheckpointError(f"The {what} moment of {name!r} must be finite, {tuple(p.shape)}: got {came}.")
+    return x.float()
+
+
+def _moments(name: str, p: Tensor, mu: Tensor, nu: Tensor, count: Any, values: Mapping[str, Any]) -> Moments:
+    first, second = _checked(name, "first", mu, p), _checked(name, "second", nu, p)
     number = float(count)
     if number < 1 or number != int(number):
         raise CheckpointError(f"`step` of {name!r} must count from 1 upwards: got {number}. The file is damaged.")
-    return Moments(mu.float(), nu.float(), int(number), betas)
+    return Moments(first, second, int(number), values["betas"])
 
 
 def _read_adam(
-    name: str, leaves: Mapping[str, Any], p: Tensor, betas: tuple[float, float], source: Mapping[str, Any]
+    name: str, leaves: Mapping[str, Any], p: Tensor, values: Mapping[str, Any], source: Mapping[str, Any]
 ) -> Moments:
     mu, nu, step = (_field(name, leaves, key) for key in ("exp_avg", "exp_avg_sq", "step"))
-    return _moments(name, p, mu, nu, step, betas)
+    return _moments(name, p, mu, nu, step, values)
+
+
+def _read_muon(
+    name: str, leaves: Mapping[str, Any], p: Tensor, values: Mapping[str, Any], source: Mapping[str, Any]
+) -> Moments:
+    """The buffer is an average from zero, `m = momentum m + (1 - momentum) g`, as its documentation and steps show."""
+    mu = _checked(name, "first", _field(name, leaves, "momentum_buffer"), p)
+    return Moments(mu, None, None, (float(values["momentum"]), 0.0))
 
 
 def _read_gefen_x(
-    name: str, leaves: Mapping[str, Any], p: Tensor, betas: tuple[float, float], source: Mapping[str, Any]
+    name: str, leaves: Mapping[str, Any], p: Tensor, values: Mapping[str, Any], source: Mapping[str, Any]
 ) -> Moments:
     """Codes `[N / B, B]` of the flattened leaf with a magnitude for each row, and block means or row and column means.
 
@@ -141,4 +185,4 @@ def _read_gefen_x(
         nu = row.unsqueeze(1) * (col / row.mean().clamp(min=1e-38))
     else:
         nu = _field(name, leaves, "vmean").float().expand(codes.shape)
-    return _moments(name, p, mu.reshape(p.shape), nu.reshape(p.shape), step, betas)
+    return _moments(name, p, mu.reshape(p.shape), nu.reshape(p.shape), step, values)

@@ -84,6 +84,22 @@ def read_stored(path: Path, key: str | None = None) -> Stored:
     return _of_state_dict("a file of torch.save", source, others)
 
 
+def as_state_dict(stored: Stored) -> dict[str, Any]:
+    """The state as `Optimizer.state_dict` makes it, with names."""
+    tensors = stored.fetch([leaf.key for leaf in stored.leaves])
+    own: dict[str | None, dict[str, Tensor]] = {}
+    for leaf in stored.leaves:
+        name = f"{leaf.stage}.{leaf.field}" if leaf.stage else leaf.field
+        own.setdefault(leaf.owner, {})[name] = tensors[leaf.key]
+    common, names = own.pop(None, {}), [name for group in stored.groups for name in group["params"]]
+    ids = {name: i for i, name in enumerate(names)}
+    groups = [
+        {**group, "params": [ids[name] for name in group["params"]], "param_names": group["params"]}
+        for group in stored.groups
+    ]
+    return {"state": {ids[str(name)]: {**common, **held} for name, held in own.items()}, "param_groups": groups}
+
+
 def state_dict_in(path: Path, key: str | None = None) -> tuple[Mapping[str, Any], int]:
     """The optimizer's state dict in a file of `torch.save`, and the bytes of the other tensors there.
 

@@ -1,0 +1,52 @@
+"""`gefen convert`."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from gefen_nn.console import bar
+from gefen_nn.converting import MAKERS, convert_files
+from gefen_nn.task import function_named
+
+HELP = "make state of AdamW, torch's Muon or Gefen-X into ours, and ours into AdamW's"
+_EPILOG = """IN is a file of torch.save with an optimizer's state dict, alone or among others; two of them where
+torch.optim.Muon and AdamW shared a model. OUT is such a file, for `optimizer.load_state_dict`.
+State of ours, also a folder of gefen_nn.save, becomes AdamW's with its moments in fp32.
+
+The model's factory is needed where the state does not tell shapes: for Gefen-X, which flattens
+moments, and for parameters that never had a gradient. Its modules also tell which parameters are
+Muon's, as `GefenMuon(model)` has them; without it names and shapes do."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Its arguments."""
+    parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("sources", type=Path, nargs="+", metavar="IN", help="state to read")
+    parser.add_argument("out", type=Path, metavar="OUT", help="new file to write")
+    choices = (*MAKERS, "adamw")
+    parser.add_argument("--to", choices=choices, help="(default: gefen, or adamw where the source is ours)")
+    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model whose parameters they are")
+    parser.add_argument("--optimizer", metavar="MODULE:FUNCTION", help="makes ours of groups, for other arguments")
+    parser.add_argument("--key", help="which of several states in a file, such as 'optimizer'")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(call=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert, write, print."""
+    if arguments.out.exists():
+        raise ValueError(f"OUT must be new: got {arguments.out}, which is there. Name another file.")
+    model = None if arguments.model is None else function_named(arguments.model)()
+    make = None if arguments.optimizer is None else function_named(arguments.optimizer)
+    with bar("converting and writing", 2) as advance:
+        made, told = convert_files(arguments.sources, arguments.to, model=model, make=make, key=arguments.key)
+        advance()
+        part = arguments.out.with_name(f".{arguments.out.name}.part")
+        torch.save(made, part)
+        part.replace(arguments.out)
+        advance()
+    rows = [leaf._asdict() for leaf in told.leaves]
+    print(json.dumps({**told._asdict(), "leaves": rows}) if arguments.json else told)
+    return 0
