@@ -100,6 +100,17 @@ def test_the_grid_grows_until_the_best_rate_is_enclosed(best, expected):
     assert PLAN.best_rate("sgd", found) == best
 
 
+def test_a_gap_beside_the_best_rate_is_closed():
+    plan = PLAN._replace(arms=("sgd",), rates=(0.1, 0.4, 1.6), seeds=1)
+    assert sorted(plan.tried("sgd", made_up(lambda arm, lr, seed: 1 + abs(lr - 0.4), plan))) == [
+        0.1,
+        0.2,
+        0.4,
+        0.8,
+        1.6,
+    ]
+
+
 def test_a_grid_whose_runs_all_diverge_comes_to_an_end():
     assert len(made_up(lambda arm, lr, seed: None, PLAN._replace(arms=("sgd",), seeds=1))) <= 13
 
@@ -148,7 +159,7 @@ def test_a_line_cut_short_is_run_again_and_a_damaged_one_is_named(tmp_path):
     log.write_text(whole[:-9])
     again = run_plan(PLAN, line, BUILD, log)
     assert [out.losses for out in again.values()] == [out.losses for out in found.values()]
-    assert log.read_text().count("\n") == whole.count("\n")
+    assert list(compare_log.read(log)) == list(found)
     log.write_text("{}\n" + whole)
     with pytest.raises(ValueError, match=r"runs\.jsonl, line 1 is none \(KeyError: 'task'\)"):
         compare_log.read(log)
