@@ -14,6 +14,7 @@ LAYOUTS = {
     "FSDP2 x TP 2x2": ("tp", (2, 2)),
 }
 optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+KEPT = {"codes", "absmax", "codebook", "row", "col", "count", "weight"}
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
@@ -34,6 +35,7 @@ def check_bits(pools, alone, optimizer, layout, last):
     workers = pools(math.prod(layout[1]))
     for (got,) in workers.run(digests_after, optimizer, layout, last, seconds=600):
         (expected,) = alone(optimizer, last)
+        assert {name.rsplit(".", 1)[-1] for name in got} >= KEPT
         assert got.keys() == expected.keys() and [name for name in got if got[name] != expected[name]] == []
 
 
