@@ -1,7 +1,7 @@
 """Long-lived worker processes: one pool for each world size runs all cases.
 
-Workers are forked from a server that has imported everything and computed nothing, so that a pool whose workers are to
-be killed starts in half a second. A case is a function at the top of a module, called in every worker as
+Workers are forked from a server that has imported everything, so that a pool whose workers are to be killed starts at
+once. A case is a function at the top of a module, called in every worker as
 `case(rank, *args)`; the pool returns what each returned. Workers meet through a file, speak gloo, and have a deadline.
 """
 
@@ -122,7 +122,7 @@ class Pool:
 def _server() -> Any:
     """Where workers come from; it imports modules from where this process does."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.saving"])
+    context.set_forkserver_preload(["tests.distributed.preload"])
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
         multiprocessing.forkserver.ensure_running()
     return context
