@@ -27,7 +27,7 @@ WIDE = Capabilities("wide", ("replicated", "rows"), True, True)
 
 
 @pytest.mark.parametrize(("change", "error", "field"), BAD.values(), ids=BAD)
-def test_a_wrong_claim_fails_where_it_is_written_and_names_the_field(change, error, field):
+def test_1_2_4_a_wrong_claim_fails_where_it_is_written_and_names_the_field(change, error, field):
     with pytest.raises(error, match=f"`{field}`"):
         Capabilities(**{**GOOD, **change})
 
@@ -37,7 +37,16 @@ def test_3_a_part_of_another_type_is_refused():
         together("both", [WIDE, {"layouts": ("rows",)}])
 
 
-def test_5_to_8_parts_claim_the_union_to_train_and_the_intersection_to_restore():
+@pytest.mark.parametrize(
+    ("backup", "layouts"),
+    [(gefen(1e-3), LAYOUTS), (stateless(lambda u, p: u), ("replicated",))],
+    ids=["5 its backup's", "6 exactly replicated"],
+)
+def test_5_6_a_hybrid_of_a_backup_alone_claims_what_the_backup_does(backup, layouts):
+    assert claims(partition({"backup": backup}, "backup")).layouts == layouts
+
+
+def test_7_8_parts_claim_the_union_to_train_and_the_intersection_to_restore():
     assert together("wide", [WIDE]) == WIDE
     assert together("none", []).layouts == ("replicated",)
     both = together("both", [NARROW, WIDE])

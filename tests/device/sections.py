@@ -44,6 +44,7 @@ SECTIONS = (
     Section("repeats", "parity_optimizer:repeats", card=True),
     Section("beyond 2^31", "parity_optimizer:huge", card=True),
     Section("capture", "capture:capture", card=True),
+    Section("votes", "votes:votes", card=True),
     Section("offload", "offload:offloads", card=True, alone=True),
     Section("time 33m", "timing:times", ("33m",), card=True, alone=True, deadline=90),
     Section("time 1b", "timing:times", ("1b",), card=True, alone=True, deadline=100),

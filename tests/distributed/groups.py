@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -146,6 +147,19 @@ def compiled(rank: int) -> tuple[list[str], int, int, bool]:
     functions = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
     same = [raw(x) for x in made[0].values()] == [raw(x) for x in made[1].values()]
     return functions, counts[1], counts[-1], same
+
+
+def captured(rank: int) -> tuple[dict[str, int], dict[str, int]]:
+    """The collectives of a step, and of one while a graph is said to be captured."""
+    params = model({k: (mesh_of((2,)), (Shard(0),)) for k in SHAPES})
+    optimizer = Gefen(list(params.items()))
+    give(params, 1)
+    optimizer.step()
+    with counted() as voting:
+        optimizer.step()
+    with counted() as silent, mock.patch("gefen_nn.control.capturing", lambda: True):
+        optimizer.step()
+    return dict(voting), dict(silent)
 
 
 def vote_group(rank: int) -> tuple[bool, bool, float, bool]:

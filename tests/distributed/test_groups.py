@@ -1,9 +1,13 @@
 """Who is told of a failure: items 29 to 36 of the list that the design accepts shards by."""
 
+from unittest import mock
+
 import pytest
 
+from gefen_fn.scope import control_device
 from tests.distributed.groups import (
     OVERLAPS,
+    captured,
     compiled,
     hybrid,
     local_collectives,
@@ -41,6 +45,21 @@ def test_33_a_mesh_whose_groups_do_not_sort_as_its_axes_has_the_bits_of_one_proc
     expected = unsorted(0, False, kind)
     for got in pools(4).run(unsorted, True, kind):
         assert not different(expected, got)
+
+
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [("cuda:nccl", "cuda"), ("cpu:gloo,cuda:nccl", "cpu"), ("cpu:gloo", "cpu"), ("xpu:xccl", "xpu")],
+    ids=lambda x: x,
+)
+def test_34_records_travel_where_the_group_can_send_them_and_on_the_cpu_if_it_can_there(config, device):
+    with mock.patch("torch.distributed.distributed_c10d.get_backend_config", lambda group: config):
+        assert control_device(None).type == device
+
+
+def test_35_no_vote_is_held_while_a_graph_is_captured(pools):
+    for voting, silent in pools(2).run(captured):
+        assert voting.pop("all_gather") == 1 and silent == voting
 
 
 def test_36_no_graph_contains_a_vote_and_no_step_recompiles(pools):
