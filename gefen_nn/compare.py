@@ -1,15 +1,16 @@
 """Optimizers on one task, each at its own best learning rate, at the best one of the first of them, and at twice that.
 
 An arm, as an optimizer is called here, is first trained with the first seed over a grid of rates, to which half and
-twice the best one are added while it has no neighbour as near as that. With the other seeds it is trained at its own
-best rate and, to be compared under one rate, at the best rate of the first arm and at twice that. Under a seed all arms
-see the same parameters and batches.
+twice the best one are added while it has no neighbour as near as that. The other seeds decide between the two rates
+that came lowest; all seeds are trained, too, at the best rate of the first arm and at twice that, so that arms are
+compared under one rate. Under a seed all arms see the same parameters and batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 from gefen_nn import compare_log
@@ -43,15 +44,18 @@ class Plan(NamedTuple):
         return Cell(self.task, arm, lr, seed, self.steps)
 
     def cells(self, found: Mapping[Cell, Outcome]) -> Iterator[Cell]:
-        """The runs in their order; one may come twice.
+        """The runs in their order; some come several times.
 
         Args:
             found: The outcomes so far; must hold that of each run before the next one is asked for.
         """
         for arm in self.arms:
             yield from self._sweep(arm, found)
-            for lr in dict.fromkeys((*self.shared_rates(found), self.best_rate(arm, found))):
-                yield from (self.cell(arm, lr, seed) for seed in range(self.seeds))
+            done: list[float] = []
+            while done != (shared := self.shared_rates(found)):  # of the first arm they may move with its best rate
+                yield from self._seeds(arm, shared)
+                yield from self._sweep(arm, found)
+                done = shared
 
     def tried(self, arm: str, found: Mapping[Cell, Outcome]) -> dict[float, float]:
         """The held-out losses of the first seed by learning rate, ascending in the rate.
@@ -63,15 +67,29 @@ class Plan(NamedTuple):
         mine = [cell for cell in found if cell == self.cell(arm, cell.lr, 0)]
         return {cell.lr: found[cell].score for cell in sorted(mine, key=lambda cell: cell.lr)}
 
+    def contenders(self, arm: str, found: Mapping[Cell, Outcome]) -> list[float]:
+        """The rates that came lowest and second with the first seed; of equal ones the lower rate is first.
+
+        Args:
+            arm: Which optimizer.
+            found: The outcomes so far.
+        """
+        tried = self.tried(arm, found)
+        return sorted(tried, key=tried.__getitem__)[:2]
+
     def best_rate(self, arm: str, found: Mapping[Cell, Outcome]) -> float:
-        """The rate at which the first seed came lowest; of equal ones the lower rate.
+        """The contender with the lower mean over seeds.
 
         Args:
             arm: Which optimizer.
             found: The outcomes so far, of which some are this arm's.
         """
-        tried = self.tried(arm, found)
-        return min(tried, key=tried.__getitem__)
+
+        def mean(lr: float) -> float:
+            cells = (self.cell(arm, lr, seed) for seed in range(self.seeds))
+            return fmean(found[cell].score for cell in cells if cell in found)
+
+        return min(self.contenders(arm, found), key=mean)
 
     def shared_rates(self, found: Mapping[Cell, Outcome]) -> list[float]:
         """The best rate of the first arm and twice that; none before it is known.
@@ -85,15 +103,20 @@ class Plan(NamedTuple):
     def _sweep(self, arm: str, found: Mapping[Cell, Outcome]) -> Iterator[Cell]:
         shared = [] if arm == self.arms[0] else self.shared_rates(found)
         yield from (self.cell(arm, lr, 0) for lr in sorted({*self.rates, *shared}))
-        while len(tried := list(self.tried(arm, found))) < _LONGEST_GRID:
-            best = self.best_rate(arm, found)
-            at = tried.index(best)
-            if at == 0 or tried[at - 1] < best / _WIDEST:
-                yield self.cell(arm, best / 2, 0)
-            elif at == len(tried) - 1 or tried[at + 1] > best * _WIDEST:
-                yield self.cell(arm, best * 2, 0)
-            else:
-                return
+        while len(self.tried(arm, found)) < _LONGEST_GRID and (lr := self._missing(arm, found)):
+            yield self.cell(arm, lr, 0)
+        yield from self._seeds(arm, self.contenders(arm, found))
+
+    def _seeds(self, arm: str, rates: Sequence[float]) -> Iterator[Cell]:
+        yield from (self.cell(arm, lr, seed) for lr in rates for seed in range(self.seeds))
+
+    def _missing(self, arm: str, found: Mapping[Cell, Outcome]) -> float | None:
+        """The near neighbour that the first seed's best rate lacks, the lower one first."""
+        tried, best = list(self.tried(arm, found)), self.contenders(arm, found)[0]
+        at = tried.index(best)
+        if at == 0 or tried[at - 1] < best / _WIDEST:
+            return best / 2
+        return best * 2 if at == len(tried) - 1 or tried[at + 1] > best * _WIDEST else None
 
 
 def run_plan(

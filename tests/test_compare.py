@@ -111,6 +111,13 @@ def test_a_gap_beside_the_best_rate_is_closed():
     ]
 
 
+def test_all_seeds_decide_between_the_two_rates_that_came_lowest():
+    losses = {0.05: 3, 0.1: 1, 0.2: 1.1, 0.4: 1.2, 0.8: 3}
+    found = made_up(lambda arm, lr, seed: losses[lr] - (seed and 0.4 * (lr > 0.15)))
+    assert PLAN.best_rate("adamw", found) == 0.2 and PLAN.shared_rates(found) == [0.2, 0.4]
+    assert rows_of(PLAN, found)[1].twice.by_seed == pytest.approx([1.2, 0.8])
+
+
 def test_a_grid_whose_runs_all_diverge_comes_to_an_end():
     assert len(made_up(lambda arm, lr, seed: None, PLAN._replace(arms=("sgd",), seeds=1))) <= 13
 
@@ -118,8 +125,8 @@ def test_a_grid_whose_runs_all_diverge_comes_to_an_end():
 def test_each_arm_is_trained_at_its_own_rate_at_the_first_ones_and_at_twice_that_with_every_seed():
     bests = {"adamw": 0.2, "sgd": 1.6}
     found = made_up(lambda arm, lr, seed: abs(math.log2(lr / bests[arm])) + seed)
-    assert sorted(cell.lr for cell in found if cell.arm == "adamw" and cell.seed == 1) == [0.2, 0.4]
-    assert sorted(cell.lr for cell in found if cell.arm == "sgd" and cell.seed == 1) == [0.2, 0.4, 1.6]
+    assert sorted(cell.lr for cell in found if cell.arm == "adamw" and cell.seed == 1) == [0.1, 0.2, 0.4]
+    assert sorted(cell.lr for cell in found if cell.arm == "sgd" and cell.seed == 1) == [0.2, 0.4, 0.8, 1.6]
     own, shared, twice = rows_of(PLAN, found)[1][2:5]
     assert (own.lr, own.mean, own.difference) == (1.6, 0.5, 0)
     assert (shared.lr, shared.by_seed, shared.differences, shared.error) == (0.2, [3, 4], [3, 3], 0)
