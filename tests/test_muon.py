@@ -241,6 +241,18 @@ def whole_model():
     return {"layers": {"w": torch.randn(64, 96), "b": torch.randn(64)}, "embed": torch.randn(100, 64)}
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_codebook_is_learned_from_the_blocks_that_a_spec_gives(fused):
+    torch.manual_seed(0)
+    g, books = torch.randn(4, 64, 64) * torch.logspace(0, 1, 64), []
+    for x, axes in ((g, MatrixAxes(0, (1, 2))), (g.flatten(1), MatrixAxes(0, 1))):
+        tx, params = muon(0.1, spec=axes), {"w": torch.zeros_like(x)}
+        state = tx.init(params)
+        state = fuse(tx)({"w": x}, state, params) if fused else tx.update({"w": x}, state, params)[1]
+        books.append(state[0].codebook)
+    assert torch.equal(*books)
+
+
 @pytest.mark.parametrize("backup", ["gefen", "adamw"])
 def test_matrices_are_muons_and_the_rest_the_backups(backup):
     params = whole_model()
