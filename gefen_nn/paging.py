@@ -23,7 +23,6 @@ from gefen_fn.quantize import has_codebook
 from gefen_fn.scope import learns
 from gefen_fn.shards import is_sharded, local, placements_of
 from gefen_fn.tree import tree_leaves, tree_map, tree_structure, tree_unflatten
-from gefen_nn import state_view
 from gefen_nn.kept import Kept
 from gefen_nn.offload import Host
 
@@ -64,7 +63,7 @@ def paged_step(
     pages = list(_pages(host, tx, grads, state, params))
     if len(pages) > 1:
         known = known | _norm(tx, grads, known, fused)
-    leaves, ferry = _Leaves(state, params.keys()), _Ferry(host)
+    leaves, ferry = _Leaves(state, [row.owner for row in host.rows(state, params.keys())]), _Ferry(host)
     shared: dict[int, Any] = {}
     coming = ferry.fetch(leaves, pages[0], params)
     for n, page in enumerate(pages):
@@ -154,11 +153,8 @@ def _norm(tx: GradientTransformation, grads: Any, known: Mapping[str, Any], fuse
 class _Leaves:
     """The leaves of a state in order, and the parameter that each belongs to; None: to all."""
 
-    def __init__(self, state: OptState, names: Collection[str]) -> None:
-        slots = state_view.slots(state, names)
-        order = tree_leaves(state_view.refill(state, names, range(len(slots))))
-        self.owners = [slots[n].owner for n in order]
-        self.values, self._spec = tree_leaves(state), tree_structure(state)
+    def __init__(self, state: OptState, owners: Sequence[str | None]) -> None:
+        self.owners, self.values, self._spec = owners, tree_leaves(state), tree_structure(state)
 
     def with_page(self, here: Mapping[int, Tensor]) -> OptState:
         """The state for one page's step; what belongs to all is given as a copy, as each page's step counts it up."""
@@ -195,8 +191,10 @@ class _Ferry:
             self._leave()
         found = {}
         for i, (x, owner) in enumerate(zip(leaves.values, leaves.owners, strict=True)):
-            if owner in page and isinstance(x, Tensor) and x.ndim and self._host.apart(params[owner].device):
-                home = params[owner].device
+            if owner is None or owner not in page or not isinstance(x, Tensor) or not x.ndim:
+                continue
+            home = params[owner].device
+            if self._host.apart(home):
                 with self._beside(home, inward=True):
                     found[i] = self._host.copy(x, home)
         return found
