@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gefen_fn.agree import group_of, total
 from gefen_fn.base import GradientTransformation, OptState, Recipe
-from gefen_fn.clip import global_norm, norm_by
 from gefen_fn.describe import quantizing
-from gefen_fn.fuse import FusedStep, Step, fuse
-from gefen_fn.plan import kernels_of
-from gefen_fn.program import inner_of
+from gefen_fn.fuse import FusedStep, fuse, squares_of
+from gefen_fn.program import begins_with_clip, inner_of
 from gefen_fn.quantize import has_codebook
 from gefen_fn.scope import learns
 from gefen_fn.shards import is_sharded, local, placements_of
@@ -62,7 +61,7 @@ def paged_step(
     """
     pages = list(_pages(host, tx, grads, state, params))
     if len(pages) > 1:
-        known = known | _norm(tx, grads, known, fused)
+        known = known or _norm(tx, grads)
     leaves, ferry = _Leaves(state, [row.owner for row in host.rows(state, params.keys())]), _Ferry(host)
     shared: dict[int, Any] = {}
     coming = ferry.fetch(leaves, pages[0], params)
@@ -105,12 +104,8 @@ def _pages(
 
 def _by_leaf(tx: GradientTransformation) -> bool:
     """Whether a step of one leaf rests on no other, but for the norm that an expression may begin with."""
-    first, *others = _stages(tx)
-    return (first == _CLIP or first in _BY_LEAF) and _BY_LEAF.issuperset(others)
-
-
-def _clips(tx: GradientTransformation) -> bool:
-    return next(_stages(tx)) == _CLIP
+    names = list(_stages(tx))
+    return _BY_LEAF.issuperset({*names} - {_CLIP}) and names.count(_CLIP) == begins_with_clip(tx)
 
 
 def _stages(tx: GradientTransformation) -> Iterator[str]:
@@ -141,13 +136,10 @@ def _share(p: Tensor) -> int:
     return -(-p.numel() // math.prod(int(side) for side, placement in sides if not placement.is_replicate()))
 
 
-def _norm(tx: GradientTransformation, grads: Any, known: Mapping[str, Any], fused: bool) -> dict[str, Tensor]:
-    """The norm of all gradients, as a step of all would find it, if a clip asks for it and nobody told it."""
-    if not _clips(tx) or "global_norm" in known:
-        return {}
-    if not (fused and isinstance(fuse(tx), Step)):
-        return {"global_norm": global_norm(grads)}
-    return {"global_norm": norm_by(lambda g, start: kernels_of(g).sum_of_squares(g, start=start), grads)}
+def _norm(tx: GradientTransformation, grads: Any) -> dict[str, Tensor]:
+    """The norm of all gradients, if a step asks for it."""
+    squares = squares_of(tx)(grads)
+    return {} if squares is None else {"global_norm": total(squares, group_of(tree_leaves(grads))).sqrt().float()}
 
 
 class _Leaves:
