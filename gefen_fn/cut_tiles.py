@@ -4,15 +4,17 @@ Members send each other the sums of the maximal complete subtrees of their rows,
 finishes the tree; so the bits of a mean do not depend on where the cuts are.
 """
 
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from gefen_fn.exchange import Parcel, Talk
-from gefen_fn.scalar import Scalar, moving_average
 from gefen_fn.tiles import Tiles, lengths
 from gefen_kernels import reference
+from gefen_kernels.step import STRIP
 
 Node = tuple[int, int]
 Range = tuple[int, int]
@@ -48,40 +50,61 @@ class _Cut(NamedTuple):
     slots: dict[int, Range]
 
     @property
+    def nodes(self) -> dict[Node, Range]:
+        """The subtrees of the rows held here, each with its first row among these and its rows."""
+        first, last = self.parts[self.own]
+        begin = self.top - first
+        return {(level, i): (begin + (i << level), 1 << level) for level, i in subtrees(first, last)}
+
+    @property
     def others(self) -> list[int]:
         """The other members that hold rows."""
         return [m for m in self.parts if m != self.own]
 
 
-def finish_columns(tiles: Tiles, axis: int, square: Tensor, col: Tensor, b2: Scalar) -> Talk[dict[int, Edge]]:
+def strips_of(tiles: Tiles, axis: int) -> tuple[Range, ...]:
+    """The strips of rows held here whose sums of squares the other holders of cut tiles are told.
+
+    Args:
+        tiles: of the leaf, which several members hold rows of.
+        axis: of the rows.
+
+    Returns:
+        Of each its first row and its rows, `STRIP` at most.
+    """
+    return tuple(strip for n in tiles.cut for node in _cut(tiles, axis, n).nodes.values() for strip in _strips(*node))
+
+
+def finish_columns(
+    tiles: Tiles, axis: int, sums: Tensor, col: Tensor, average: Callable[[Tensor, Tensor], Tensor]
+) -> Talk[dict[int, Edge]]:
     """The new column means of the tiles that are cut: out go partial sums, back come finished means.
 
     Args:
         tiles: of the leaf.
         axis: of the rows.
-        square: fp32 `[.., R, C]`, the squares of the rows held here.
+        sums: fp32 `[.., strips, C]`, of the squares of the strips that `strips_of` names.
         col: fp32 `[.., R, W]`, the means stored here.
-        b2: their decay.
+        average: from stored means and those of this step to the new ones.
 
     Returns:
         By the tile's place among those of which rows are held here.
     """
     cuts = [_cut(tiles, axis, n) for n in tiles.cut]
     assert tiles.peers is not None  # asked of leaves with cut tiles alone
-    lead, group = square.shape[:-2], tiles.peers.group
+    lead, group = sums.shape[:-2], tiles.peers.group
     out, back = Parcel(group, col.device), Parcel(group, col.device)
-    sums = [_packed_sums(tiles, cut, square) for cut in cuts]
-    del square  # as large as the leaf, and all leaves wait here together
-    for cut, own in zip(cuts, sums, strict=True):
+    partial = _packed_sums(tiles, cuts, sums)
+    for cut, own in zip(cuts, partial, strict=True):
         _send_sums(out, cut, own, lead, tiles.slots)
     came = yield out
     stored = []
-    for cut, own in zip(cuts, sums, strict=True):
+    for cut, own in zip(cuts, partial, strict=True):
         nodes = {node: _rows(x, cut.slots[cut.own]) for node, x in own.items()}
         nodes.update({node: next(came[m]) for m in cut.others for node in subtrees(*cut.parts[m])})
         mean = finish(nodes, cut.height)
         old = col[..., cut.top : cut.top + mean.shape[-2], :]
-        stored.append(moving_average(b2, old, mean / lengths((cut.height,), mean)))
+        stored.append(average(old, mean / lengths((cut.height,), mean)))
         _send_means(back, cut, stored[-1], lead, tiles.slots)
     came = yield back
     edges = {}
@@ -105,12 +128,17 @@ def _cut(tiles: Tiles, axis: int, n: int) -> _Cut:
     return _Cut(tiles.tops[n], height, tiles.peers.own, parts, slots)
 
 
-def _packed_sums(tiles: Tiles, cut: _Cut, square: Tensor) -> dict[Node, Tensor]:
-    """The sums of the subtrees of the rows held here, each `[.., Q, W]`."""
-    first, last = cut.parts[cut.own]
-    below = cut.top - first
-    rows = {(level, i): (below + (i << level), 1 << level) for level, i in subtrees(first, last)}
-    return {node: tiles.pack(reference.tree_sum(square.narrow(-2, *at), -2)) for node, at in rows.items()}
+def _strips(first: int, rows: int) -> list[Range]:
+    """A subtree in strips of `STRIP` rows, or as it is if it is shorter."""
+    size = min(rows, STRIP)
+    return [(top, size) for top in range(first, first + rows, size)]
+
+
+def _packed_sums(tiles: Tiles, cuts: Sequence[_Cut], sums: Tensor) -> list[dict[Node, Tensor]]:
+    """For each cut tile the sums of the subtrees of the rows held here, each `[.., Q, W]`."""
+    counts = [[len(_strips(*rows)) for rows in cut.nodes.values()] for cut in cuts]
+    parts = iter(torch.split(sums, list(chain.from_iterable(counts)), -2))
+    return [{node: tiles.pack(reference.tree_sum(next(parts), -2)) for node in cut.nodes} for cut in cuts]
 
 
 def _send_sums(parcel: Parcel, cut: _Cut, sums: dict[Node, Tensor], lead: torch.Size, width: int) -> None:

@@ -26,33 +26,46 @@ Form = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass
 class Parcel:
-    """What one leaf sends to the other members of a group, and what it expects of them, in order.
+    """What one leaf, or several of like layout, send to the other members of a group and expect of them, in order.
 
     Attributes:
         group: the process group.
         device: where the tensors are.
         send: tensors for each member.
         expect: shapes and dtypes of the tensors that each member sends.
+        places: of the leaves; if they are several, they are the first axis of all tensors. Leaves go in the order of
+            their places, so that members agree on it even where some step a leaf in place and others do not; what
+            belongs to no one leaf goes first, as it is put together.
     """
 
     group: Any
     device: torch.device
     send: defaultdict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     expect: defaultdict[int, list[Form]] = field(default_factory=lambda: defaultdict(list))
+    places: tuple[int, ...] = (-1,)
 
-    def bytes_for(self, member: int) -> Tensor:
-        """All that goes to a member."""
-        # A single entry counts as contiguous with any stride, but is seen as bytes with stride 1 only.
-        parts = [x.contiguous().as_strided((x.numel(),), (1,)).view(torch.uint8) for x in self.send[member]]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=self.device)
+    def bytes_for(self, member: int) -> Sequence[Tensor]:
+        """All that goes to a member, for each leaf."""
+        count = len(self.places)
+        parts = [x.reshape(count, -1).contiguous().view(torch.uint8) for x in self.send[member] if x.numel()]
+        return (
+            torch.cat(parts, 1).unbind() if parts else [torch.empty(0, dtype=torch.uint8, device=self.device)] * count
+        )
 
     def bytes_from(self, member: int) -> int:
-        """The size of all that comes from a member."""
-        return sum(map(_size, self.expect[member]))
+        """The size of all that comes from a member for one leaf."""
+        return sum(map(_size, self.expect[member])) // len(self.places)
 
-    def opened(self, came: Mapping[int, Tensor]) -> "Answer":
-        """What came from each member, in the forms announced."""
-        return {m: iter(_split(self.expect[m], raw)) for m, raw in came.items()}
+    def opened(self, came: Mapping[int, Sequence[Tensor]]) -> "Answer":
+        """What came from each member for each leaf, in the forms announced."""
+        return {m: iter(self._split(self.expect[m], raw)) for m, raw in came.items()}
+
+    def _split(self, forms: Sequence[Form], raw: Sequence[Tensor]) -> list[Tensor]:
+        # Copied, because a tensor need not begin at a multiple of its own entries.
+        parts = torch.split(torch.stack(list(raw)), [_size(form) // len(raw) for form in forms], 1)
+        return [
+            x.reshape(-1).clone().view(dtype).reshape(shape) for x, (shape, dtype) in zip(parts, forms, strict=True)
+        ]
 
 
 Answer = dict[int, Iterator[Tensor]]
@@ -104,29 +117,24 @@ def finish(x: Result | Later[Result]) -> Result:
     return x
 
 
-def begun(talk: Talk[Result]) -> Result | Later[Result]:
-    """A talk as far as it goes without other members."""
-    return _resumed(talk, None)
+def begun(talk: Talk[Result], places: tuple[int, ...] = (-1,)) -> Result | Later[Result]:
+    """A talk as far as it goes without other members; see `Parcel` for the places of its leaves."""
+    return _resumed(talk, places, None)
 
 
-def _resumed(talk: Talk[Result], answers: Sequence[Answer] | None) -> Result | Later[Result]:
+def _resumed(talk: Talk[Result], places: tuple[int, ...], answers: Sequence[Answer] | None) -> Result | Later[Result]:
     try:
         parcel = talk.send(None if answers is None else answers[0])  # type: ignore[arg-type]  # None starts a generator
     except StopIteration as end:
         result: Result = end.value
         return result
-    return Later([parcel], partial(_resumed, talk))
+    parcel.places = places
+    return Later([parcel], partial(_resumed, talk, places))
 
 
 def _size(form: Form) -> int:
     shape, dtype = form
     return torch.Size(shape).numel() * dtype.itemsize
-
-
-def _split(forms: Sequence[Form], raw: Tensor) -> list[Tensor]:
-    # Copied, because a tensor need not begin at a multiple of its own entries.
-    parts = torch.split(raw, [_size(form) for form in forms])
-    return [x.clone().view(dtype).reshape(shape) for x, (shape, dtype) in zip(parts, forms, strict=True)]
 
 
 def _answered(parcels: Sequence[Parcel]) -> list[Answer]:
@@ -144,10 +152,16 @@ def _swap(parcels: Sequence[Parcel]) -> list[Answer]:
     """One all-to-all of bytes between the members of one group."""
     group = parcels[0].group
     members = range(dist.get_world_size(group))
-    out = [torch.cat([p.bytes_for(m) for p in parcels]) for m in members]
-    sizes = [[p.bytes_from(m) for p in parcels] for m in members]
+    order = sorted((place, n, i) for n, p in enumerate(parcels) for i, place in enumerate(p.places))
+    raw = [[p.bytes_for(m) for p in parcels] for m in members]
+    out = [torch.cat([own[n][i] for _, n, i in order]) for own in raw]
+    each = [[p.bytes_from(m) for p in parcels] for m in members]
+    sizes = [[own[n] for _, n, _ in order] for own in each]
     came = out[0].new_empty(sum(map(sum, sizes)))
     dist.all_to_all_single(came, torch.cat(out), [sum(s) for s in sizes], [len(x) for x in out], group=group)
     pieces = torch.split(came, [sum(s) for s in sizes])
-    parts = [torch.split(x, s) for x, s in zip(pieces, sizes, strict=True)]
-    return [p.opened({m: parts[m][n] for m in members}) for n, p in enumerate(parcels)]
+    leaves: list[dict[int, list[Tensor]]] = [{m: [] for m in members} for _ in parcels]
+    for m, piece, own in zip(members, pieces, sizes, strict=True):
+        for (_, n, _), part in zip(order, torch.split(piece, own), strict=True):
+            leaves[n][m].append(part)
+    return [p.opened(leaves[n]) for n, p in enumerate(parcels)]

@@ -5,7 +5,7 @@ leaves that no back end takes, and where a codebook is learned late.
 
 A step on shards has its rounds (`gefen_fn.exchange`) before anything is written: what launches ask of other members and
 what the pure path asks for the other leaves is put together, so that it takes the same rounds. A launch says what it
-asks in `_asked`, as a `Later` made of the state before the step; what that comes to is given to `_prepared`.
+asks in `asked_of`, as a `Later` made of the state before the step; what that comes to is given to `prepared`.
 """
 
 import functools
@@ -24,9 +24,9 @@ from gefen_fn.clip import clip_factor, first_column_axis, norm_by, squares_here
 from gefen_fn.combine import chain, without_norm
 from gefen_fn.exchange import finish, together
 from gefen_fn.gefen import ScaleByGefenState
+from gefen_fn.launch import asked_of, prepared
 from gefen_fn.muon import ScaleByMuonState
 from gefen_fn.muon_plan import MuonLaunch, MuonWork
-from gefen_fn.muon_step import prepared_muon
 from gefen_fn.plan import Launch, StepPlan, Work, kernels_of, make_plan
 from gefen_fn.program import Part, Program, Stage, at, begins_with_clip, put, recognise
 from gefen_fn.rounding import StochasticRoundingState
@@ -34,7 +34,7 @@ from gefen_fn.scalar import capturing, check_state, multiply
 from gefen_fn.scale import need_params
 from gefen_fn.scope import Scope, learns
 from gefen_fn.shards import local
-from gefen_fn.step_values import changes_of, draws_of, scalars_of, value_of
+from gefen_fn.step_values import changes_of, value_of
 from gefen_fn.tree import (
     Tree,
     check_floating,
@@ -106,14 +106,14 @@ class Step:
             extra["global_norm"] = _norm(plan, given, leaves)
         factor = _clip_factor(program.clip, extra.get("global_norm"), state)
         new = _learned(unlearned, plan, given, state, factor)
-        asked = [_asked(program, launch, leaves, new, factor) for launch in plan.launches]
+        asked = [asked_of(program, launch, leaves, grads, new, factor) for launch in plan.launches]
         left = [None if i in plan.fused else g for i, g in enumerate(given)]
         is_all = program.whole and all(g is None for g in left)
         if not is_all:
             asked.append(started(self._tx, tree_unflatten(tree_structure(grads), left), new, params, **extra))
         got = finish(together(asked))
         pairs = zip(plan.launches, got, strict=is_all)
-        runs = [_prepared(program, launch, leaves, grads, new, factor, own) for launch, own in pairs]
+        runs = [prepared(program, launch, leaves, grads, new, factor, own) for launch, own in pairs]
         changes = changes_of(program, new) if is_all else []
         self.wrote = True
         if not is_all:
@@ -342,51 +342,3 @@ def _histogram(work: Work | MuonWork, grad: Tensor, factor: Tensor | None, *, fu
     module = kernels_of(g) if fused else reference
     counts: Tensor = module.histogram(g, block=work.layout.block, start=work.layout.start)
     return counts.cpu()
-
-
-def _asked(
-    program: Program, launch: Launch | MuonLaunch, leaves: Sequence[Any], state: OptState, factor: Tensor | None
-) -> Any:
-    """What a launch asks of other members before it is prepared: a `Later`, or None as its leaves need none of them."""
-    return None
-
-
-def _prepared(
-    program: Program,
-    launch: Launch | MuonLaunch,
-    leaves: Sequence[Any],
-    grads: Updates,
-    state: OptState,
-    factor: Tensor | None,
-    got: Any,
-) -> Callable[[], None]:
-    """All that can be refused is done here; the result does the step.
-
-    Args:
-        program: with the launch's part.
-        launch: what to step.
-        leaves: what is held here of all gradients.
-        grads: the gradients as a tree.
-        state: before the step.
-        factor: what gradients are multiplied by, 0-dim float64; None for 1.
-        got: what came of `_asked`.
-    """
-    if isinstance(launch, MuonLaunch):
-        return prepared_muon(program, launch, leaves, grads, state, factor)
-    works, part = launch.works, launch.works[0].part
-    scalars = scalars_of(launch, grads, state, factor)
-    book = at(state, part.core.path).codebook.to(works[0].param.device)
-    drive, own = part.core.recipe.kwargs["drive"], [leaves[work.index] for work in works]
-    options = {"drive": drive, "ties": launch.ties, "negate": program.negate, "scaled": factor is not None}
-    if launch.sums and factor is not None:
-        options["summed"] = True
-    if launch.draws:
-        options["counts"] = draws_of(launch)
-    counts = [work.count for work in works] + [work.drawn for work in works if work.drawn is not None]
-
-    def run() -> None:
-        launch.module.run_step(launch.plan, own, scalars, book, **options)
-        torch._foreach_add_(counts, 1)
-        torch.autograd.graph.increment_version([work.param for work in works])
-
-    return run

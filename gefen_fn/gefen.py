@@ -224,17 +224,24 @@ def _gathered(
     b2 = tree_parts(updates, broadcast(rule.b2, updates))
     warmup = [None] * len(b2) if rule.b2_warmup is None else tree_parts(updates, broadcast(rule.b2_warmup, updates))
     rows = zip(tree_leaves(updates), layout, count, nu, b2, warmup, strict=True)
-    return together([_gathered_leaf(rule, *row) for row in rows])
+    return together([_gathered_leaf(rule, place, *row) for place, row in enumerate(rows)])
 
 
 def _gathered_leaf(
-    rule: _Rule, g: Tensor | None, layout: LeafLayout | None, count: Tensor, nu: Any, b2: Scalar, warmup: Scalar | None
+    rule: _Rule,
+    place: int,
+    g: Tensor | None,
+    layout: LeafLayout | None,
+    count: Tensor,
+    nu: Any,
+    b2: Scalar,
+    warmup: Scalar | None,
 ) -> tuple[Any, ...] | Later[tuple[Any, ...]]:
     if g is None or layout is None or not layout.piece.axes:
         return ()
     policy = policy_for(rule.second_moment, layout)
-    talk = policy.share(local(g).float(), local(nu), _decay_of(policy, b2, count + 1, warmup), layout)
-    return () if talk is None else then(begun(talk), lambda shared: (shared,))
+    talk = policy.share(local(g), local(nu), _decay_of(policy, b2, count + 1, warmup), layout)
+    return () if talk is None else then(begun(talk, (place,)), lambda shared: (shared,))
 
 
 def _dense_moment(g: Tensor, mu: Tensor, b1: Scalar) -> tuple[Tensor, Tensor]:

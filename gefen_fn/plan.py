@@ -11,6 +11,7 @@ from torch import Tensor
 from gefen_fn.base import OptState, Params, Updates
 from gefen_fn.blocks import LeafLayout, layouts
 from gefen_fn.combine import bools, choices_of
+from gefen_fn.cut_step import CutLeaves, Cuts, first_entry, lay_out
 from gefen_fn.first_moment import check_moment
 from gefen_fn.muon_plan import MuonLaunch, MuonWork, muon_works
 from gefen_fn.program import Part, Program, at
@@ -18,6 +19,7 @@ from gefen_fn.quantize import Quantized, tie_rule
 from gefen_fn.rounding import leaf_seeds
 from gefen_fn.second_moment import Block, Factored, SecondMoment, policy_for
 from gefen_fn.shards import local
+from gefen_fn.tiles import Tiles
 from gefen_fn.tree import tree_leaves, tree_parts, tree_structure, tree_unflatten
 from gefen_kernels import ops, reference
 from gefen_kernels.step import Leaf
@@ -58,22 +60,27 @@ class Work:
     def takes(self, grad: Tensor) -> bool:
         """Whether a back end steps it.
 
-        Blocks over a flattened leaf with tiles of its matrix are the pure path's, and so are shards with cut tiles or
-        with noise, which is drawn by the place in the whole leaf.
+        Blocks over a flattened leaf with tiles of its matrix are the pure path's. So are shards that are rounded at
+        random, unless what they draw, by the place in the whole leaf, is one run for each leaf of the back end; and
+        parameters with cut tiles that are not contiguous.
         """
-        policy, module = self.policy, ops.back_end(self.param.device)
-        if isinstance(policy, Factored):
-            flat, cut = self.layout.unflattened is not self.layout, policy.tiles(self.layout).peers is not None
-            if flat or cut:
-                return False
-        leaf = self.leaf(grad, decays=True)
-        if self.layout.piece.axes and (leaf.random_codes or leaf.random_param):
+        module, cut, leaf = ops.back_end(self.param.device), self.tiles is not None, self.leaf(grad, decays=True)
+        if isinstance(self.policy, Factored) and self.layout.unflattened is not self.layout:
             return False
-        return module is not None and bool(module.supports(leaf))
+        random, axes = leaf.random_codes or leaf.random_param, self.layout.piece.axes
+        if random and not axes <= (set(range(self.layout.start)) if cut else {0}):
+            return False
+        return module is not None and bool(module.supports(leaf)) and (not cut or self.param.is_contiguous())
+
+    @property
+    def tiles(self) -> Tiles | None:
+        """Its tiles, if one of them is cut by a shard edge, here or on other members."""
+        tiles = self.policy.tiles(self.layout) if isinstance(self.policy, Factored) else None
+        return tiles if tiles is not None and tiles.peers is not None else None
 
     def leaf(self, grad: Tensor, decays: bool) -> Leaf:
         """The leaf as a back end takes it."""
-        policy, quantized = self.policy, isinstance(self.mu, Quantized)
+        policy, quantized, piece = self.policy, isinstance(self.mu, Quantized), self.layout.piece
         kind = "factored" if isinstance(policy, Factored) else "block" if isinstance(policy, Block) else "dense"
         return Leaf(
             grad=grad,
@@ -88,6 +95,7 @@ class Work:
             decays=decays,
             corrects=not self.warms,
             seed=self.seed,
+            first=first_entry(piece, self.layout.start) if piece.axes and self.param.numel() else 0,
             random_codes=quantized and self.part.core.recipe.kwargs["rounding"] == "stochastic",
             random_param=self.drawn is not None and self.param.dtype == torch.bfloat16,
         )
@@ -103,6 +111,7 @@ class Launch(NamedTuple):
         ties: of the codebook, see `reference.nearest`.
         warms: bool `[leaves]`, `Work.warms` of each, where the counts are.
         draws: whether something is rounded at random.
+        cuts: the leaves with tiles that shard edges cut; None without.
     """
 
     works: list[Work]
@@ -111,6 +120,28 @@ class Launch(NamedTuple):
     ties: reference.Ties
     warms: Tensor
     draws: bool
+    cuts: Cuts | None
+
+    @classmethod
+    def of(cls, works: list[Work], given: Sequence[Leaf], ties: reference.Ties) -> "Launch":
+        """The launch of these works, which are `given` to the back end of their device."""
+        module: Any = ops.back_end(works[0].param.device)
+        leaves, cuts = lay_out(module, given, _cut_leaves(works), [work.layout.piece for work in works])
+        warms = torch.tensor([work.warms for work in works], device=works[0].count.device)
+        draws = any(leaf.random_codes or leaf.random_param for leaf in given)
+        return cls(works, module, module.plan_step(leaves), ties, warms, draws, cuts)
+
+    def gradients(self, leaves: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients as the back end takes them, out of those of the whole tree."""
+        if self.cuts is None:
+            return [leaves[work.index] for work in self.works]
+        works = [self.works[n] for n in self.cuts.owner.tolist()]
+        pairs = [(leaves[work.index], work.layout.start) for work in works]
+        return [g if own is None else own.of(g, at) for own, (g, at) in zip(self.cuts.rows, pairs, strict=True)]
+
+    def spread(self, table: Tensor) -> Tensor:
+        """`[works, ..]` -> the same with a row for each leaf of the back end."""
+        return table if self.cuts is None else table[self.cuts.owner.to(table.device)]
 
     @property
     def sums(self) -> bool:
@@ -166,11 +197,8 @@ def make_plan(
         own = [work for work in taken if isinstance(work, Work) and work.part is part]
         for device in dict.fromkeys(work.param.device for work in own):
             there = [work for work in own if work.param.device == device]
-            module: Any = ops.back_end(device)
             given = [work.leaf(leaves[work.index], decays[work.index]) for work in there]
-            warms = torch.tensor([work.warms for work in there], device=there[0].count.device)
-            draws = any(leaf.random_codes or leaf.random_param for leaf in given)
-            launches.append(Launch(there, module, module.plan_step(given), _ties(part), warms, draws))
+            launches.append(Launch.of(there, given, _ties(part)))
     written = frozenset(_memory(work.param) for work in taken) - {0}  # where empty and meta tensors lie
     return StepPlan(key, facts, works, launches, frozenset(work.index for work in taken), written)
 
@@ -197,6 +225,21 @@ def _works(program: Program, grads: Updates, state: OptState, params: Params) ->
                 work.policy.check(work.nu, layout)
                 out.append(work)
     return out
+
+
+def _cut_leaves(works: Sequence[Work]) -> list[CutLeaves]:
+    """The leaves with tiles that shard edges cut, by layout; the tiles of one policy follow from it."""
+    tiles = {n: work.tiles for n, work in enumerate(works)}
+    alike: dict[LeafLayout, list[int]] = {}
+    for n, own in tiles.items():
+        if own is not None:
+            alike.setdefault(works[n].layout, []).append(n)
+    groups = [(layout, numbers, tiles[numbers[0]]) for layout, numbers in alike.items()]
+    return [
+        CutLeaves.of(numbers, layout, own, [works[n].nu.col for n in numbers])
+        for layout, numbers, own in groups
+        if own is not None
+    ]
 
 
 def _only(grads: Updates, tree: Any, shown: Sequence[bool]) -> Any:

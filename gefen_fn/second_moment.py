@@ -6,13 +6,14 @@ the leaf's shape. Sums are fixed pairwise fp32 trees, so their bits do not depen
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from gefen_fn.blocks import LeafLayout
-from gefen_fn.cut_tiles import Edge, finish_columns
+from gefen_fn.cut_tiles import Edge, finish_columns, strips_of
 from gefen_fn.exchange import Talk
 from gefen_fn.scalar import Scalar, moving_average
 from gefen_fn.shards import zeros_placed
@@ -50,7 +51,10 @@ class SecondMoment(Protocol):
         """Raise `StructureError` unless `nu` is a state of this policy for a leaf of this layout."""
 
     def share(self, g: Tensor, nu: Any, b2: Scalar, layout: LeafLayout) -> Talk[Any] | None:
-        """Return the talk that gathers what a sharded leaf needs of its other parts; None if it needs nothing."""
+        """Return the talk that gathers what a sharded leaf needs of its other parts; None if it needs nothing.
+
+        The gradient `g` is of any floating dtype.
+        """
 
     def update(self, g: Tensor, nu: Any, b2: Scalar, layout: LeafLayout, shared: Any = None) -> tuple[Tensor, Any]:
         """Return `sqrt(nu_hat)` in the shape of the fp32 gradient `g`, and the new state; `shared` is of `share`."""
@@ -194,7 +198,8 @@ class Factored:
         if tiles.peers is None:
             return None
         at = layout.unflattened
-        return finish_columns(tiles, at.start - 1, (g * g).reshape(at.matrix), nu.col, b2)
+        sums = reference.strip_sums(g.reshape(at.matrix), strips_of(tiles, at.start - 1))
+        return finish_columns(tiles, at.start - 1, sums, nu.col, partial(moving_average, b2))
 
     def update(
         self, g: Tensor, nu: FactoredState, b2: Scalar, layout: LeafLayout, shared: Edges | None = None

@@ -1,7 +1,7 @@
 """The tiles of a factored second moment, in the part of a leaf that is held here."""
 
 import math
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -77,7 +77,7 @@ class Tiles(NamedTuple):
     @property
     def tops(self) -> tuple[int, ...]:
         """Where each tile begins among the rows held here."""
-        return tuple(sum(b - a for a, b in self.parts[:n]) for n in range(len(self.parts)))
+        return tuple(accumulate((b - a for a, b in self.parts), initial=0))[:-1]
 
     @property
     def cut(self) -> tuple[int, ...]:

@@ -11,8 +11,13 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
+import pytest
+import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.runtime import interpreter
 
 import gefen_kernels
 
@@ -88,6 +93,19 @@ def _take_modules() -> dict[str, ModuleType]:
     for key in taken:
         vars(gefen_kernels).pop(key.rpartition(".")[2], None)
     return taken
+
+
+def rounded_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter cuts fp32 to bf16, where every GPU rounds to the nearest: let it round too."""
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def rounding(self: Any, source: Any, dtype: Any) -> Any:
+        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return cast(self, source, dtype)
+        entries = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16)
+        return interpreter.TensorHandle(entries.view(torch.uint16).numpy(), tl.bfloat16)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", rounding)
 
 
 def recorded(call: Callable[[], object]) -> list[Launch]:

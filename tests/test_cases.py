@@ -45,7 +45,7 @@ from gefen_nn import CheckpointError, Gefen
 
 CASES = "q1 q2 q3 q4 q6 q7 q9 q10 q11 q16 q17 q18 q21 q22 q24 q25 q27 f1 f3 f4 f6 f8 f11 f12 d1 i1".split()
 CASES += "m2 m4 m6 m7 m9 m12 m13 m14 m17 m19 m22 m18 m23 m24 m28".split()
-CASES += "d9 d11 d13 d14 d15 d17 d18 d19 d21 d24 d26".split()
+CASES += "d9 d11 d13 d14 d15 d17 d18 d19 d24 d26".split()
 
 
 @cache

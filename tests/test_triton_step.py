@@ -6,7 +6,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import triton.language as tl
 from triton.runtime import interpreter
 
 from gefen_fn import (
@@ -34,7 +33,7 @@ from gefen_fn.quantize import quantized_zeros
 from gefen_fn.second_moment import policy_for
 from gefen_kernels import ops, reference, triton_step
 from gefen_kernels.step import SCALARS, Leaf
-from tests.kernel_targets import SPILLS_ALLOWED, TARGETS, compiled, interpreted, recorded
+from tests.kernel_targets import SPILLS_ALLOWED, TARGETS, compiled, interpreted, recorded, rounded_as_on_a_gpu
 
 run = interpreted("gefen_kernels.triton_step")
 
@@ -45,17 +44,8 @@ Builder = interpreter.InterpreterBuilder
 
 
 @pytest.fixture(autouse=True)
-def rounded_as_on_a_gpu(monkeypatch):
-    """The interpreter cuts fp32 to bf16, where every GPU rounds to the nearest."""
-    cast = Builder.cast_impl
-
-    def rounding(self, source, dtype):
-        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
-            return cast(self, source, dtype)
-        entries = torch.from_numpy(np.ascontiguousarray(source.data)).to(BF16)
-        return interpreter.TensorHandle(entries.view(torch.uint16).numpy(), tl.bfloat16)
-
-    monkeypatch.setattr(Builder, "cast_impl", rounding)
+def interpreter_rounds(monkeypatch):
+    rounded_as_on_a_gpu(monkeypatch)
 
 
 def noise(shape, seed, dtype=FP32):

@@ -5,10 +5,7 @@ threads. It needs numba (the extra `cpu`); code is compiled at the first call an
 """
 
 import functools
-import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,16 +15,31 @@ from torch import Tensor
 
 from gefen_kernels import cpu_loops as loops
 from gefen_kernels import cpu_step, reference
+from gefen_kernels.cpu_edges import plan_sums, run_sums
+from gefen_kernels.cpu_loops import KINDS
+from gefen_kernels.cpu_threads import TASK, Ints, share
 from gefen_kernels.cpu_vectors import RUN
 from gefen_kernels.step import Leaf
 
-KINDS = {torch.float32: loops.FP32, torch.bfloat16: loops.BF16, torch.float16: loops.FP16}
-_POLICIES = {"dense": cpu_step.DENSE, "block": cpu_step.BLOCKS, "factored": cpu_step.FACTORED}
-_TASK = 1 << 17  # entries of a task: small enough to share out, large enough to be worth the call
-_STRETCH = 4096  # columns of a factored leaf that are read together: pages are dearer than the cache
-_ALONE = 1 << 18  # entries that one thread does sooner than two
+__all__ = [
+    "gefen_step",
+    "histogram",
+    "plan_step",
+    "plan_sums",
+    "run_step",
+    "run_sums",
+    "sum_of_squares",
+    "supports",
+    "warm_up",
+]
 
-Ints = npt.NDArray[np.int64]
+_POLICIES = {
+    "dense": cpu_step.DENSE,
+    "block": cpu_step.BLOCKS,
+    "factored": cpu_step.FACTORED,
+    "given": cpu_step.GIVEN,
+}
+_STRETCH = 4096  # columns of a factored leaf that are read together: pages are dearer than the cache
 
 
 class Codebook(NamedTuple):
@@ -106,6 +118,7 @@ def warm_up() -> None:
     gefen_step([leaf], torch.ones(1, cpu_step.SCALARS, device="cpu"), book)
     histogram(x, block=2)
     sum_of_squares(x)
+    run_sums(plan_sums([x], [[(0, 2)]]), [x])
 
 
 class Plan(NamedTuple):
@@ -201,6 +214,8 @@ def _row(leaf: Leaf) -> list[int]:
     rows = shape[start - 1] if start else 1
     height, width = leaf.tile[0] or rows, min(leaf.tile[1] or columns, columns)
     packed = rows if leaf.tile[0] is None else 1 << (min(height, rows).bit_length() - 1)
+    if leaf.policy == "given":
+        height = 1  # no sums over rows, so no room for them
     fields = {
         cpu_step.GRAD: 0,
         cpu_step.GRAD_KIND: KINDS[leaf.grad.dtype],
@@ -264,7 +279,8 @@ def _weights(table: Ints, tasks: Ints) -> Ints:
     rows, columns = tasks[:, 2] - tasks[:, 1], tasks[:, 4] - tasks[:, 3]
     tiles = columns * row[:, cpu_step.TILE_ROWS] * row[:, cpu_step.TILE_COLUMNS]
     policy = row[:, cpu_step.POLICY]
-    return np.select([policy == cpu_step.DENSE_LEAF, policy == cpu_step.FACTORED], [rows, tiles], rows * columns)
+    kinds = [policy == kind for kind in (cpu_step.DENSE_LEAF, cpu_step.FACTORED, cpu_step.GIVEN)]
+    return np.select(kinds, [rows, tiles, rows * columns * row[:, cpu_step.TILE_COLUMNS]], rows * columns)
 
 
 def _tiles_together(row: list[int]) -> int:
@@ -274,19 +290,21 @@ def _tiles_together(row: list[int]) -> int:
 
 
 def _tasks(index: int, row: list[int]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Split a leaf into tasks of about `_TASK` entries; the split does not change a bit of the result."""
+    """Split a leaf into tasks of about `TASK` entries; the split does not change a bit of the result."""
     entries, columns, policy = row[cpu_step.ENTRIES], row[cpu_step.COLUMNS], row[cpu_step.POLICY]
     if policy == cpu_step.DENSE_LEAF:
-        for first in range(0, entries, _TASK):
-            yield index, first, min(first + _TASK, entries), 0, 0
+        for first in range(0, entries, TASK):
+            yield index, first, min(first + TASK, entries), 0, 0
     elif policy == cpu_step.FACTORED:
         yield from _tiles(index, row)
-    elif columns <= _TASK:
-        step = _TASK // columns
+    elif policy == cpu_step.GIVEN:
+        yield from _strips(index, row)
+    elif columns <= TASK:
+        step = TASK // columns
         for first in range(0, entries // columns, step):
             yield index, first, min(first + step, entries // columns), 0, columns
     else:
-        step = _TASK // row[cpu_step.BLOCK] * row[cpu_step.BLOCK] or row[cpu_step.BLOCK]
+        step = TASK // row[cpu_step.BLOCK] * row[cpu_step.BLOCK] or row[cpu_step.BLOCK]
         for r in range(entries // columns):
             for left in range(0, columns, step):
                 yield index, r, r + 1, left, min(left + step, columns)
@@ -304,41 +322,14 @@ def _tiles(index: int, row: list[int]) -> Iterator[tuple[int, int, int, int, int
             yield index, tile, 0, first, min(first + step, tiles)
 
 
-def share(work: Callable[[Ints], Any], tasks: Ints, weights: Ints) -> list[Any]:
-    """Call `work` on parts of the tasks, on as many threads as torch uses; return its results in order.
-
-    Each part is a like share of what is left, so that few parts keep all threads busy to the end.
-
-    Args:
-        work: what to call.
-        tasks: one task a row.
-        weights: about how many entries each task has.
-    """
-    done = np.cumsum(weights)
-    ending = not threading.main_thread().is_alive()  # no thread may be started then
-    threads = min(torch.get_num_threads(), len(tasks)) if done[-1] > _ALONE and not ending else 1
-    if threads == 1:
-        return [work(tasks)]
-    left = [done[-1]]
-    while left[-1] > _TASK:
-        left.append(left[-1] * (1 - 0.5 / threads))
-    cuts = np.unique(np.searchsorted(done, done[-1] - left[1:]) + 1)
-    parts = enumerate(np.split(tasks, cuts[cuts < len(tasks)]))
-
-    def some() -> dict[int, Any]:
-        return {n: work(part) for n, part in parts}  # each thread draws from the one iterator
-
-    calls = [_pool(os.getpid(), threads - 1).submit(some) for _ in range(threads - 1)]
-    results = some()
-    for call in calls:
-        results |= call.result()
-    return [results[n] for n in sorted(results)]
-
-
-@functools.cache
-def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Threads that wait for work: to start them costs more than to step a small model. A forked child has none."""
-    return ThreadPoolExecutor(threads, "gefen")
+def _strips(index: int, row: list[int]) -> Iterator[tuple[int, int, int, int, int]]:
+    """Tasks of a leaf with given column means: some rows of whole column tiles, enough to be worth their factors."""
+    rows, columns, width = (row[n] for n in (cpu_step.ROWS, cpu_step.COLUMNS, cpu_step.TILE_COLUMNS))
+    tiles, together = -(-columns // width), _tiles_together(row)
+    step = max(loops.FEW, TASK // (width * together))
+    for first in range(0, rows, step):
+        for tile in range(0, tiles, together):
+            yield index, first, min(first + step, rows), tile, min(tile + together, tiles)
 
 
 def histogram(x: Tensor, *, block: int, start: int = 1) -> Tensor:
@@ -367,7 +358,7 @@ def _over_rows(work: Callable[[tuple[int, ...], int, int], Any], x: Tensor, bloc
         return []
     x = x.resolve_neg().contiguous()
     columns = int(np.prod(x.shape[start:], dtype=np.int64))
-    rows, step = x.numel() // columns, max(1, _TASK // columns)
+    rows, step = x.numel() // columns, max(1, TASK // columns)
     tasks = np.array([(first, min(first + step, rows)) for first in range(0, rows, step)], np.int64)
     lie = (x.data_ptr(), KINDS[x.dtype], columns, min(block, columns))
     return share(lambda part: work(lie, part[0, 0], part[-1, 1]), tasks, (tasks[:, 1] - tasks[:, 0]) * columns)

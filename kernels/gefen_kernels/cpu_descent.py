@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gefen_kernels.cpu import KINDS, Ints, share
-from gefen_kernels.cpu_loops import F32, FP32, kept, load, store
+from gefen_kernels.cpu_loops import F32, FP32, KINDS, kept, load, store
+from gefen_kernels.cpu_threads import Ints, share
 from gefen_kernels.cpu_vectors import after, floats
 
 _RUN = 1024  # entries in scratch at one time

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numba
 import numpy as np
+import torch
 from numba.core.caching import FunctionCache
 
 from gefen_kernels.cpu_vectors import (
@@ -31,6 +32,7 @@ CELLS = 256  # of a ratio's magnitude
 FEW = 8  # rows whose squares are added at one time
 
 FP32, BF16, FP16 = range(3)
+KINDS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 
 
 if numba.config.DISABLE_JIT:  # type: ignore[attr-defined]  # numba sets it from the environment

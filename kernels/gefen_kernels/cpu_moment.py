@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from gefen_kernels import reference
-from gefen_kernels.cpu import KINDS, Ints, codebook_table, share
-from gefen_kernels.cpu_loops import F32, FP32, book_at, compiled, decode, encode, kept, load
+from gefen_kernels.cpu import codebook_table
+from gefen_kernels.cpu_loops import F32, FP32, KINDS, book_at, compiled, decode, encode, kept, load
 from gefen_kernels.cpu_loops import moment as moment_of_block
+from gefen_kernels.cpu_threads import Ints, share
 from gefen_kernels.cpu_vectors import after, codes_at, floats, integers
 
 _DRIVES = {"m": 0, "m_hat": 1, "ahead": 2}

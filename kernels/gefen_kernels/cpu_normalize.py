@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gefen_kernels.cpu import KINDS, Ints, share
-from gefen_kernels.cpu_loops import BF16, F32, from_bf16, kept, load, store, to_bf16
+from gefen_kernels.cpu_loops import BF16, F32, KINDS, from_bf16, kept, load, store, to_bf16
+from gefen_kernels.cpu_threads import Ints, share
 from gefen_kernels.cpu_vectors import floats
 
 _RUN = 1024  # entries in scratch at one time

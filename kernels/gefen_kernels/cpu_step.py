@@ -55,7 +55,7 @@ from gefen_kernels.cpu_vectors import RUN, after, codes_at, floats, integers
     CORRECTS,
     FIELDS,
 ) = range(19)
-DENSE_LEAF, DENSE, BLOCKS, FACTORED = range(4)
+DENSE_LEAF, DENSE, BLOCKS, FACTORED, GIVEN = range(5)
 # Columns of the scalars; the order of `gefen_kernels.step.SCALARS`.
 B1, NOT_B1, B2, NOT_B2, CORRECTION1, ROOT_CORRECTION2, EPS, STEP, DECAY, GRAD_SCALE, SCALARS = range(11)
 
@@ -168,7 +168,7 @@ def _block_root(leaf, scalars, block, count, g, root, work):
 
 
 @compiled
-def _load_rows(leaf, scalars, options, first_row, rows, left, count, room):
+def load_rows(leaf, scalars, options, first_row, rows, left, count, room):
     """Some columns of some rows of the gradient, see `_load_grad`, and how many entries apart the rows lie."""
     columns = leaf[COLUMNS]
     first = first_row * columns + left
@@ -196,7 +196,7 @@ def _square_sums(leaf, scalars, options, first_row, rows, first_tile, last_tile,
             stop = min((tile + 1) * width, columns)
             for left in range(tile * width, stop, RUN):
                 count = min(RUN, stop - left)
-                x, pitch = _load_rows(leaf, scalars, options, first_row + above, number, left, count, few)
+                x, pitch = load_rows(leaf, scalars, options, first_row + above, number, left, count, few)
                 for k in range(number):
                     sums[n + k * runs] = square_sum(after(x, k * pitch), count, work)
                 n += 1
@@ -262,6 +262,33 @@ def _tile_statistics(leaf, scalars, options, tile, first_tile, last_tile, room):
     return first_row, first_row + rows, first_tile * width, min(last_tile * width, columns)
 
 
+@inlined
+def _given_statistics(leaf, scalars, options, first_row, last_row, first_tile, last_tile, room):
+    """Average the row means of some column tiles; the factors in `room` become `sqrt(col / mean(col))` of given means.
+
+    Returns the columns.
+    """
+    spare, square, work, factors, sums = room[0], room[1], room[2], room[4], room[6]
+    columns, width = leaf[COLUMNS], leaf[TILE_COLUMNS]
+    tiles = -(-columns // width)
+    row, given = floats(leaf[NU]), floats(leaf[COL])
+    for k in range(first_tile, last_tile):
+        start, stop = k * width, min((k + 1) * width, columns)
+        for c in range(start, stop):
+            factors[c] = given[c]
+        _normalise(start, stop, factors, square, work)
+        for r in range(first_row, last_row):
+            number = 0
+            for left in range(start, stop, RUN):
+                count = min(RUN, stop - left)
+                g = _load_grad(leaf, scalars, options, r * columns + left, count, spare)
+                sums[number] = square_sum(g, count, work)
+                number += 1
+            mean = tree(sums, number, work) / F32(stop - start)
+            _average(row, r * tiles + k, scalars[B2], scalars[NOT_B2], mean)
+    return first_tile * width, min(last_tile * width, columns)
+
+
 @compiled
 def _row_tile(leaf, tile):
     """First row over all batches, rows, first row of its batch, and number in its batch, of a row tile."""
@@ -323,8 +350,8 @@ def step(source):
 
     Args:
         source: the checksum that `kept` gives; the others are those of the step.
-        tasks: int64 `[n, 5]`: entries of a dense leaf; a row tile and column tiles of a factored one; rows and columns
-            of another.
+        tasks: int64 `[n, 5]`: entries of a dense leaf; a row tile and column tiles of a factored one; rows and column
+            tiles of a given one; rows and columns of another.
         table: int64 `[leaves, FIELDS]`.
         scalars: fp32 `[leaves, 10]`.
         code: the codebook, see `cpu.Codebook`.
@@ -354,6 +381,8 @@ def step(source):
                 continue
             if leaf[POLICY] == FACTORED:
                 first, last, left, right = _tile_statistics(leaf, own, options, first, left, right, room)
+            elif leaf[POLICY] == GIVEN:
+                left, right = _given_statistics(leaf, own, options, first, last, left, right, room)
             _update_rows(leaf, own, book, options, first, last, left, right, room)
 
     return run

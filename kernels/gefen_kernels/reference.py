@@ -81,6 +81,21 @@ def sum_of_squares(x: Tensor, *, block: int = 256, start: int = 1) -> Tensor:
     return _per_block(columns * columns, block, lambda rows: tree_sum(rows, -1)).to(torch.float64).sum()
 
 
+def strip_sums(x: Tensor, strips: Sequence[tuple[int, int]]) -> Tensor:
+    """Sums of `x^2` over strips of rows in fp32, added by `tree_sum`.
+
+    Args:
+        x: `[.., R, C]` of any floating dtype.
+        strips: the first row of each, and its number of rows.
+
+    Returns:
+        `[.., strips, C]`.
+    """
+    parts = [x.narrow(-2, *strip).to(torch.float32) for strip in strips]
+    sums = [tree_sum(part * part, -2) for part in parts]
+    return torch.stack(sums, -2) if sums else x.new_empty((*x.shape[:-2], 0, x.shape[-1]), dtype=torch.float32)
+
+
 def root(x: Tensor) -> Tensor:
     """Correctly rounded fp32 square root.
 

@@ -28,6 +28,7 @@ class Row(NamedTuple):
     corrects: Any
     index: Any  # among all leaves of the step
     seed: Any
+    first: Any  # what is drawn at random for its first entry, is that of this one
     total: Any  # blocks, or rows of a factored leaf
     rows: Any  # R, of one matrix
     columns: Any  # C
@@ -106,13 +107,13 @@ def row_of(
         tl.load(at + 8),
         tl.load(at + 9),
         tl.load(at + 10),
-        tl.multiple_of(tl.load(at + 11), ALIGN),
+        tl.load(at + 11),
         tl.multiple_of(tl.load(at + 12), ALIGN),
-        tl.load(at + 13),
+        tl.multiple_of(tl.load(at + 13), ALIGN),
         tl.load(at + 14),
         tl.load(at + 15),
-        tl.multiple_of(tl.load(at + 16), ALIGN),
-        tl.load(at + 17),
+        tl.load(at + 16),
+        tl.multiple_of(tl.load(at + 17), ALIGN),
         tl.load(at + 18),
         tl.load(at + 19),
         tl.load(at + 20),
@@ -121,6 +122,7 @@ def row_of(
         tl.load(at + 23),
         tl.load(at + 24),
         tl.load(at + 25),
+        tl.load(at + 26),
     )
     return row, tl.load(owned + 1).to(tl.int64)
 
@@ -185,7 +187,9 @@ def moment(
     m = tl.where(tl.reshape(mask, [COUNT, BLOCK]), m, 0.0)
     # Both wait for every thread of a block, so all have read what is now written.
     if RANDOM:
-        noise = tl.reshape(uniform(offset, tl.load(counts + row.index * 2), row.seed, ALIGN), [COUNT, BLOCK])
+        noise = tl.reshape(
+            uniform(offset + row.first, tl.load(counts + row.index * 2), row.seed, ALIGN), [COUNT, BLOCK]
+        )
         code, absmax = encode_block_at_random(m, noise, book, search)
     else:
         code, absmax = encode_block(m, search)
@@ -220,7 +224,8 @@ def step_param(
         u = u + p * n.weight_decay
     new = p + u * n.step
     if RANDOM:
-        words = random_words(offset, tl.load(counts + row.index * 2 + 1), row.seed + _PARAM_STREAM, ALIGN)
+        key = row.seed + _PARAM_STREAM
+        words = random_words(offset + row.first, tl.load(counts + row.index * 2 + 1), key, ALIGN)
         new = p + (round_to_bf16(new, words) - p)  # as updates are added to parameters
     tl.store(row.param + offset, new.to(raw.dtype), mask=mask)
 

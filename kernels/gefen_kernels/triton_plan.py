@@ -27,6 +27,7 @@ _ENTRIES = 4096  # of a program at one time, 8 of a thread; half of both where 1
 _FLAT = 1024  # of a program of dense leaves
 _TILE = 1 << 16  # most entries of a tile that stays in the cache between two sweeps
 _WIDEST = 1024  # columns of such a tile
+_HEIGHT = 32  # rows of a program whose columns' means are given
 _STRIP, _SPAN = int(STRIP.value), int(SPAN.value)
 
 Constants = dict[str, bool | int | str]
@@ -57,31 +58,20 @@ class Launch(NamedTuple):
 
 
 @dataclass
-class Plan:
-    """What a step of some leaves launches; it holds while parameters and state stay where they are.
+class Gradients:
+    """Where kernels find the gradients of a step.
 
     Attributes:
-        launches: in order.
-        strided: parameters that are not contiguous, each with the copy that kernels step.
         aligned: for each leaf, whether its gradient is read by 16 bytes.
-        summed: the leaves whose squares are added in the first of their launches as for a norm.
         addresses: of the gradients on the GPU, int64 `[leaves]`.
         staged: the same on the host.
-        books: the codebook of the last step, with its tie rule and what kernels search it by; for codes that are
-            rounded at random under True, for the nearest under False.
-        norm: what `triton_norm.squares` launches.
         read: the gradients that kernels read, some of them copies, from the first launch of a step to its last.
     """
 
-    launches: tuple[Launch, ...]
-    strided: tuple[tuple[Tensor, Tensor], ...]
     aligned: tuple[bool, ...]
-    summed: frozenset[int]
     addresses: Tensor
     staged: Tensor
-    books: dict[bool, tuple[Tensor, int, Ties, Search]] = field(default_factory=dict)
-    norm: tuple[Launch, ...] | None = None
-    read: list[Tensor] = field(default_factory=list)
+    read: list[Tensor] = field(default_factory=list, init=False)
 
     def point(self, grads: Sequence[Tensor]) -> Tensor:
         """Point kernels at gradients; return the addresses."""
@@ -94,6 +84,26 @@ class Plan:
             self.staged = addresses.pin_memory() if self.addresses.is_cuda else addresses
             self.addresses.copy_(self.staged, non_blocking=True)
         return self.addresses
+
+
+@dataclass
+class Plan(Gradients):
+    """What a step of some leaves launches; it holds while parameters and state stay where they are.
+
+    Attributes:
+        launches: in order.
+        strided: parameters that are not contiguous, each with the copy that kernels step.
+        summed: the leaves whose squares are added in the first of their launches as for a norm.
+        books: the codebook of the last step, with its tie rule and what kernels search it by; for codes that are
+            rounded at random under True, for the nearest under False.
+        norm: what `triton_norm.squares` launches.
+    """
+
+    launches: tuple[Launch, ...]
+    strided: tuple[tuple[Tensor, Tensor], ...]
+    summed: frozenset[int]
+    books: dict[bool, tuple[Tensor, int, Ties, Search]] = field(default_factory=dict, init=False)
+    norm: tuple[Launch, ...] | None = field(default=None, init=False)
 
 
 class _Kind(NamedTuple):
@@ -147,9 +157,14 @@ def plan_step(leaves: Sequence[Leaf]) -> Plan:
             aligned[index] = kind.align == 16
     device = leaves[0].param.device if leaves else torch.device("cpu")
     launches = [step for kind, rows in groups.items() for step in kind.plan(_group(kind, rows, device))]
-    staged = torch.zeros(len(leaves), dtype=torch.int64)
     summed = frozenset(row.index for kind, rows in groups.items() if dict(kind.constants).get("SUMS") for row in rows)
-    return Plan(tuple(launches), tuple(strided), tuple(aligned), summed, staged.to(device), staged)
+    return Plan(tuple(aligned), *unknown(len(leaves), device), tuple(launches), tuple(strided), summed)
+
+
+def unknown(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Room for so many addresses on the device and on the host."""
+    staged = torch.zeros(count, dtype=torch.int64)
+    return staged.to(device), staged
 
 
 def _contiguous(p: Tensor, strided: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -173,9 +188,21 @@ def _kind_and_row(leaf: Leaf, param: Tensor, index: int) -> tuple[_Kind, Row]:
     form = _form(tuple(param.shape), leaf.start, leaf.block, leaf.tile, policy)
     at, mu, nu = param.data_ptr(), leaf.mu.data_ptr(), leaf.nu[0].data_ptr()
     scale = 0 if leaf.absmax is None else leaf.absmax.data_ptr()
-    own = (at, mu, scale, nu, leaf.nu[-1].data_ptr(), int(leaf.decays), int(leaf.corrects), index, leaf.seed)
+    own = (
+        at,
+        mu,
+        scale,
+        nu,
+        leaf.nu[-1].data_ptr(),
+        int(leaf.decays),
+        int(leaf.corrects),
+        index,
+        leaf.seed,
+        leaf.first,
+    )
     grad = leaf.grad.data_ptr() if leaf.grad.is_contiguous() else 0
-    even = not any(x % 16 for x in (grad, at, mu, nu, form.row.columns, form.row.width, form.row.block))
+    lie = form.row
+    even = not any(x % 16 for x in (grad, at, mu, nu, 4 * leaf.first, lie.columns, lie.width, lie.block))
     constants, align = (form.constants, 16) if even else (form.fewer, 1)
     drawn = leaf.random_codes, leaf.random_param and dtypes[1] == torch.bfloat16
     constants += tuple(zip(("RANDOM_CODES", "RANDOM_PARAM"), drawn, strict=True))
@@ -197,21 +224,27 @@ def _constants(
     row: Row, block: int, tile: tuple[int | None, int | None], policy: str, entries: int
 ) -> "tuple[Callable[[_Group], list[Launch]], dict[str, bool | int]]":
     """Who plans a quantized leaf, and the constants of its kernel for so many entries at one time."""
-    if policy == "factored" and (held := _tile(row, block, tile, entries)):
-        return _plan_tiles, held
+    factored, given = policy in ("factored", "given"), policy == "given"
+    if factored and (held := _tile(row, block, _HEIGHT if given else tile[0], tile[1], entries)):
+        return _plan_tiles, {"GIVEN": given, **held}
     width = _padded(row.block)
     count = max(1, entries // width)
-    if policy == "factored":
+    if factored:
         straddles = row.across > 1 and row.width % row.block != 0
         sums = row.across == 1 or row.width % _SPAN == 0
-        return _plan_strips, {"ROWS": min(_STRIP, count), "WIDTH": width, "STRADDLES": straddles, "SUMS": sums}
+        return _plan_strips, {
+            "ROWS": min(_STRIP, count),
+            "WIDTH": width,
+            "STRADDLES": straddles,
+            "SUMS": sums,
+            "GIVEN": given,
+        }
     whole = width == row.block and row.columns % width == 0
     return _plan_blocks, {"DENSE": policy == "dense", "COUNT": count, "WIDTH": width, "WHOLE": whole}
 
 
-def _tile(row: Row, block: int, tile: tuple[int | None, int | None], entries: int) -> dict[str, bool | int] | None:
+def _tile(row: Row, block: int, height: int | None, side: int | None, entries: int) -> dict[str, bool | int] | None:
     """The constants of `tile_kernel`; None where no program holds a tile or a block crosses its edge."""
-    height, side = tile
     width = triton.next_power_of_2(min(side or row.columns, max(row.columns, 256)))
     block = width if block >= row.columns else block
     edges = width % block == 0 and (row.across == 1 or row.width % block == 0)
@@ -234,8 +267,8 @@ def _sizes(shape: tuple[int, ...], start: int, block: int, tile: tuple[int | Non
     down, across, blocks = max(1, rows // height), block_count(columns, width), block_count(columns, block)
     lines, strips, spans = math.prod(shape[:start]), block_count(height, _STRIP), block_count(width, _SPAN)
     return Row(
-        *(0,) * 9,
-        total=lines if policy == "factored" else lines * blocks,
+        *(0,) * 10,
+        total=lines if policy in ("factored", "given") else lines * blocks,
         rows=rows,
         columns=columns,
         block=0 if policy == "none" else min(block, columns),
@@ -244,7 +277,7 @@ def _sizes(shape: tuple[int, ...], start: int, block: int, tile: tuple[int | Non
         down=down,
         width=width,
         across=across,
-        packed=rows if tile[0] is None else 1 << (min(height, rows).bit_length() - 1),
+        packed=1 if policy == "given" else rows if tile[0] is None else 1 << (min(height, rows).bit_length() - 1),
         strips=strips,
         all_strips=(down - 1) * strips + block_count(rows - (down - 1) * height, _STRIP),
         spans=spans,
@@ -273,7 +306,8 @@ def _plan_blocks(group: _Group) -> list[Launch]:
 
 
 def _plan_tiles(group: _Group) -> list[Launch]:
-    counts = [row.total // row.rows * row.down * row.across for row in group.rows]
+    down = [block_count(row.rows, _HEIGHT) if group.constants["GIVEN"] else row.down for row in group.rows]
+    counts = [row.total // row.rows * tiles * row.across for row, tiles in zip(group.rows, down, strict=True)]
     return [_launch(group, tile_kernel, counts, group.constants["ROWS"] * group.constants["WIDTH"])]
 
 

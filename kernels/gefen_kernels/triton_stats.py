@@ -6,11 +6,12 @@ trees, is the tree over the tile.
 
 import triton.language as tl
 
+from gefen_kernels.step import STRIP as STRIP_ROWS
 from gefen_kernels.triton_base import jit
 from gefen_kernels.triton_codec import tree_sum_first, tree_sum_last
 from gefen_kernels.triton_parts import Numbers, Row, average, gradient, numbers_of, pointer, row_of
 
-STRIP = tl.constexpr(128)
+STRIP = tl.constexpr(STRIP_ROWS)
 SPAN = tl.constexpr(256)
 _UNROLLED = tl.constexpr(8)  # steps whose rows are read together
 _TINY = tl.constexpr(1.1754943508222875e-38)
@@ -33,14 +34,15 @@ def normaliser(total: tl.tensor, count: tl.tensor) -> tl.tensor:
 
 @jit
 def square_tree(
-    row: Row,
-    n: Numbers,
+    pitch: tl.tensor,
+    scale: tl.tensor,
     grad: tl.tensor,
     first: tl.tensor,
     count: tl.tensor,
     column: tl.tensor,
     live: tl.tensor,
     sums: tl.tensor,
+    gap: tl.tensor,
     step: tl.tensor,
     STEPS: tl.constexpr,
     STRIDE: tl.constexpr,
@@ -51,25 +53,25 @@ def square_tree(
 ) -> tl.tensor:
     """`[ROWS, width]`: line i is the tree of squares of the rows `i STRIDE + step ..+ STEPS` after `first`.
 
-    Neighbours in the tree are read one after the other by the same thread, so that no thread waits for another's sums.
-    With `KEEP` each row's own tree is left at `sums`, which has a stride of `all_spans`.
+    Rows of the gradient lie `pitch` entries apart. Neighbours in the tree are read one after the other by the same
+    thread, so that no thread waits for another's sums. With `KEEP` each row's own tree is left at `sums`, `gap` apart.
     """
     HALF: tl.constexpr = STEPS // 2
     if STEPS == 1:
         local = tl.arange(0, ROWS) * STRIDE + step
         line, there = first + local, local < count
         mask = there[:, None] & live[None, :]
-        g = gradient(grad, line[:, None] * row.columns + column[None, :], mask, n.grad_scale, NEGATE, SCALED)
+        g = gradient(grad, line[:, None] * pitch + column[None, :], mask, scale, NEGATE, SCALED)
         if KEEP:
-            tl.store(sums + line * row.all_spans, tree_sum_last(g * g), mask=there)
+            tl.store(sums + line * gap, tree_sum_last(g * g), mask=there)
         return g * g
     elif STEPS <= _UNROLLED:
         lower = square_tree(
-            row, n, grad, first, count, column, live, sums, step, HALF, STRIDE, ROWS, NEGATE, SCALED, KEEP
+            pitch, scale, grad, first, count, column, live, sums, gap, step, HALF, STRIDE, ROWS, NEGATE, SCALED, KEEP
         )
         step += HALF
         upper = square_tree(
-            row, n, grad, first, count, column, live, sums, step, HALF, STRIDE, ROWS, NEGATE, SCALED, KEEP
+            pitch, scale, grad, first, count, column, live, sums, gap, step, HALF, STRIDE, ROWS, NEGATE, SCALED, KEEP
         )
         return lower + upper
     else:
@@ -77,21 +79,22 @@ def square_tree(
         for half in range(0, 2):
             at = step + half * HALF
             total += square_tree(
-                row, n, grad, first, count, column, live, sums, at, HALF, STRIDE, ROWS, NEGATE, SCALED, KEEP
+                pitch, scale, grad, first, count, column, live, sums, gap, at, HALF, STRIDE, ROWS, NEGATE, SCALED, KEEP
             )
         return total
 
 
 @jit
 def column_squares(
-    row: Row,
-    n: Numbers,
+    pitch: tl.tensor,
+    scale: tl.tensor,
     grad: tl.tensor,
     first: tl.tensor,
     count: tl.tensor,
     column: tl.tensor,
     live: tl.tensor,
     sums: tl.tensor,
+    gap: tl.tensor,
     HEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     NEGATE: tl.constexpr,
@@ -101,7 +104,9 @@ def column_squares(
     """`[width]`: the tree of squares of each column over `HEIGHT` rows from `first`, of which `count` exist."""
     STEPS: tl.constexpr = HEIGHT // ROWS
     return tree_sum_first(
-        square_tree(row, n, grad, first, count, column, live, sums, 0, STEPS, STEPS, ROWS, NEGATE, SCALED, KEEP)
+        square_tree(
+            pitch, scale, grad, first, count, column, live, sums, gap, 0, STEPS, STEPS, ROWS, NEGATE, SCALED, KEEP
+        )
     )
 
 
@@ -178,7 +183,10 @@ def sum_kernel(
     _, first, count = strip_of(row, strip)
     column, live = span_of(row, span)
     line, rows = matrix * row.rows + first, scratch + row.row_sums + span
-    sums = column_squares(row, n, grad, line, count, column, live, rows, STRIP, 16, NEGATE, SCALED, True)
+    all_columns, scale, pitch = row.columns, n.grad_scale, row.all_spans
+    sums = column_squares(
+        all_columns, scale, grad, line, count, column, live, rows, pitch, STRIP, 16, NEGATE, SCALED, True
+    )
     tl.store(scratch + row.column_sums + (matrix * row.all_strips + strip) * row.columns + column, sums, mask=live)
 
 
@@ -211,19 +219,44 @@ def row_means(
 
 
 @jit
-def column_means(
-    row: Row, n: Numbers, scratch: tl.tensor, index: tl.tensor, STRIPS: tl.constexpr, SUMMED: tl.constexpr
-) -> None:
-    """Average the means of a span of columns of a row tile, and leave the span's part of the normaliser."""
-    span, tile, matrix = unravel(index, row.all_spans, row.down)
-    column, live = span_of(row, span)
+def averaged_columns(
+    row: Row,
+    n: Numbers,
+    scratch: tl.tensor,
+    tile: tl.tensor,
+    matrix: tl.tensor,
+    column: tl.tensor,
+    live: tl.tensor,
+    STRIPS: tl.constexpr,
+    SUMMED: tl.constexpr,
+) -> tl.tensor:
+    """Average the means of some columns of a row tile."""
     height = tl.where(tile == row.down - 1, row.rows - tile * row.height, row.height)
     first = scratch + row.column_sums + (matrix * row.all_strips + tile * row.strips) * row.columns + column
     ROWS: tl.constexpr = 16 if STRIPS > 16 else STRIPS
     STEPS: tl.constexpr = STRIPS // ROWS
     sums = line_tree(first, row.columns, (height + STRIP - 1) // STRIP, live, 0, STEPS, STEPS, ROWS)
     mean = rescaled(tl.div_rn(tree_sum_first(sums), height.to(tl.float32)), n, SUMMED)
-    col = average(n, column_slot(row, matrix, tile, column), live, mean)
+    return average(n, column_slot(row, matrix, tile, column), live, mean)
+
+
+@jit
+def column_means(
+    row: Row,
+    n: Numbers,
+    scratch: tl.tensor,
+    index: tl.tensor,
+    STRIPS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    GIVEN: tl.constexpr,
+) -> None:
+    """Average the means of a span of columns of a row tile, or take the given ones; leave their normaliser's part."""
+    span, tile, matrix = unravel(index, row.all_spans, row.down)
+    column, live = span_of(row, span)
+    if GIVEN:
+        col = tl.load(row.col + column, mask=live, other=0.0)
+    else:
+        col = averaged_columns(row, n, scratch, tile, matrix, column, live, STRIPS, SUMMED)
     norm = scratch + row.norms + (matrix * row.down + tile) * row.all_spans + span
     tl.store(norm + tl.arange(0, 1), tree_sum_last(col[None, :]))
 
@@ -238,12 +271,13 @@ def mean_kernel(
     SPANS: tl.constexpr,
     STRIPS: tl.constexpr,
     SUMMED: tl.constexpr,
+    GIVEN: tl.constexpr,
 ) -> None:
-    """Second: the averages of `LINES` rows' means, or of the means of a span of columns."""
+    """Second: the averages of `LINES` rows' means, or of the means of a span of columns; `GIVEN` columns are known."""
     row, program = row_of(table, owner, "fp32", "u8", 1)
     n = numbers_of(scalars, row.index)
     others = (row.total + LINES - 1) // LINES * row.across
     if program < others:
         row_means(row, n, scratch, program, LINES, SPANS, SUMMED)
     else:
-        column_means(row, n, scratch, program - others, STRIPS, SUMMED)
+        column_means(row, n, scratch, program - others, STRIPS, SUMMED, GIVEN)

@@ -16,6 +16,7 @@ from gefen_kernels.step import Leaf
 from gefen_kernels.triton_base import launch, widen
 from gefen_kernels.triton_block_search import block_means, block_variances
 from gefen_kernels.triton_codec import histogram, sum_of_squares
+from gefen_kernels.triton_edges import plan_sums, run_sums
 from gefen_kernels.triton_gram import symmetric_product
 from gefen_kernels.triton_levels import Search, level_search_of, search_of
 from gefen_kernels.triton_norm import squares
@@ -27,7 +28,9 @@ __all__ = [
     "gefen_step",
     "histogram",
     "plan_step",
+    "plan_sums",
     "run_step",
+    "run_sums",
     "squares",
     "sum_of_squares",
     "supports",

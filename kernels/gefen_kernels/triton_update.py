@@ -94,24 +94,35 @@ def tile_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    GIVEN: tl.constexpr,
 ) -> None:
     """Factored leaves, a program for each tile: one sweep for the columns' means, one to step `ROWS` rows at a time.
 
-    The second sweep finds the gradient in the cache: a tile of 128 x 256 is 64 KiB of bf16.
+    The second sweep finds the gradient in the cache: a tile of 128 x 256 is 64 KiB of bf16. Where the means are `GIVEN`
+    there is the second only, and a program has `HEIGHT` rows.
     """
     row, program = row_of(table, owner, PARAM, "u8", ALIGN)
     n, grad = numbers_of(scalars, row.index), pointer(tl.load(grads + row.index), GRAD, ALIGN)
     edge, tile, matrix = unravel(program, row.across, row.down)
-    left, line = edge * row.width, matrix * row.rows + tile * row.height
-    count = tl.where(tile == row.down - 1, row.rows - tile * row.height, row.height)
+    if GIVEN:
+        line = program // row.across * HEIGHT
+        count = tl.minimum(row.rows - line, HEIGHT)
+    else:
+        line = matrix * row.rows + tile * row.height
+        count = tl.where(tile == row.down - 1, row.rows - tile * row.height, row.height)
+    left = edge * row.width
     width = tl.minimum(row.columns - left, row.width)
     column, live = left + tl.arange(0, WIDTH), tl.arange(0, WIDTH) < width
-    total = tl.full([WIDTH], 0.0, tl.float32)
-    for first in range(0, count, HEIGHT):  # the last tile is up to two tall
-        total += column_squares(
-            row, n, grad, line + first, count - first, column, live, scalars, HEIGHT, ROWS, NEGATE, SCALED, False
-        )
-    col = average(n, column_slot(row, matrix, tile, column), live, tl.div_rn(total, count.to(tl.float32)))
+    if GIVEN:
+        col = tl.load(row.col + column, mask=live, other=0.0)
+    else:
+        total = tl.full([WIDTH], 0.0, tl.float32)
+        for first in range(0, count, HEIGHT):  # the last tile is up to two tall
+            at, rest, scale = line + first, count - first, n.grad_scale
+            total += column_squares(
+                row.columns, scale, grad, at, rest, column, live, scalars, 0, HEIGHT, ROWS, NEGATE, SCALED, False
+            )
+        col = average(n, column_slot(row, matrix, tile, column), live, tl.div_rn(total, count.to(tl.float32)))
     down = tl.sqrt_rn(tl.div_rn(col, normaliser(tree_sum_last(col[None, :]), width)))[None, :]
     piece = tl.arange(0, WIDTH // BLOCK) * BLOCK
     for first in range(0, count, ROWS):
