@@ -57,6 +57,19 @@ class Plan(NamedTuple):
                 yield from self._sweep(arm, found)
                 done = shared
 
+    def finished(self, found: Mapping[Cell, Outcome]) -> Plan:
+        """This plan with those arms alone of which every run has been made.
+
+        Args:
+            found: The outcomes so far.
+        """
+
+        def complete(arm: str) -> bool:
+            pair = self._replace(arms=list(dict.fromkeys((self.arms[0], arm))))
+            return all(cell in found for cell in pair.cells(found))  # stops at the first that is not
+
+        return self._replace(arms=[arm for arm in self.arms if complete(arm)])
+
     def tried(self, arm: str, found: Mapping[Cell, Outcome]) -> dict[float, float]:
         """The held-out losses of the first seed by learning rate, ascending in the rate.
 

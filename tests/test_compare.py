@@ -111,6 +111,14 @@ def test_a_gap_beside_the_best_rate_is_closed():
     ]
 
 
+def test_a_plan_that_was_stopped_tells_which_arms_are_finished():
+    found = made_up(lambda arm, lr, seed: 1 + abs(math.log(lr / 0.2)))
+    assert PLAN.finished(found) == PLAN._replace(arms=["adamw", "sgd"])
+    del found[PLAN.cell("sgd", 0.4, 1)]
+    assert PLAN.finished(found).arms == ["adamw"]
+    assert PLAN._replace(seeds=3).finished(found).arms == PLAN.finished({}).arms == []
+
+
 def test_all_seeds_decide_between_the_two_rates_that_came_lowest():
     losses = {0.05: 3, 0.1: 1, 0.2: 1.1, 0.4: 1.2, 0.8: 3}
     found = made_up(lambda arm, lr, seed: losses[lr] - (seed and 0.4 * (lr > 0.15)))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gefen_nn.arguments import Within, folder, positive
 from gefen_nn.compare import Plan, run_plan
+from gefen_nn.compare_log import read
 from gefen_nn.compare_report import publish
 from gefen_nn.console import bar
 from tests.benchmarks.quality.arms import SETS, arms
@@ -23,7 +24,11 @@ def main() -> None:
         out = given.out / f"{name}-b2-{given.b2:g}"
         out.mkdir(parents=True, exist_ok=True)
         plan = Plan(f"{name}, b2 {given.b2:g}", tuple(builds), seeds=given.seeds, steps=given.steps)
-        publish(plan, run_plan(plan, TASKS[name], builds, out / "runs.jsonl", watch=bar), out, jump=given.jump)
+        if not given.report:
+            run_plan(plan, TASKS[name], builds, out / "runs.jsonl", watch=bar)
+        found = read(out / "runs.jsonl")
+        if (finished := plan.finished(found)).arms:
+            publish(finished, found, out, jump=given.jump)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,6 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seeds", type=Within(1, 1000), default=3, help="at each rate that is compared (3)")
     parser.add_argument("--steps", type=Within(1, 10**6), default=300, help="of each run (300)")
     parser.add_argument("--jump", type=positive, default=0.1, help="rise of the loss that counts as one (0.1)")
+    parser.add_argument(
+        "--report", action="store_true", help="train nothing, tell of the arms whose runs are all there"
+    )
     parser.add_argument("--out", type=folder, default=Path("bench-out/quality"), help="(bench-out/quality)")
     return parser
 
