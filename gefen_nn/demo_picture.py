@@ -138,6 +138,7 @@ def _mark_resume(axes: Axes, resume: dict[str, Any], move: dict[str, Any] | None
 def _note(axes: Axes, at: int, text: str, side: str) -> None:
     """Text that ends or begins at a step, at the bottom of the frame."""
     style: dict[str, Any] = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
+    style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}  # no line of the grid through the words
     axes.annotate(text, (at, 0.02), (-7 if side == "right" else 7, 0), ha=side, va="bottom", **style)
 
 
