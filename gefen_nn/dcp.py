@@ -43,10 +43,17 @@ class OptimizerState:
         optimizer: one whose parameters have names.
 
     Raises:
+        TypeError: for another package's optimizer, such as one that a wrapper built in place of the one given to it.
         ValueError: if they have none, so that no other optimizer's could be told to be the same.
     """
 
     def __init__(self, optimizer: TransformOptimizer) -> None:
+        if not isinstance(optimizer, TransformOptimizer):
+            raise TypeError(
+                f"The optimizer must be one of gefen_nn: got {type(optimizer).__module__}.{type(optimizer).__name__}. "
+                "A wrapper may hold yours as its `optimizer`, or have built another in its place: pass your own, and "
+                "see that it is the one that steps."
+            )
         if not all("param_names" in group for group in optimizer.param_groups):
             raise ValueError(
                 f"A checkpoint knows parameters by name: got a {type(optimizer).__name__} built without. "

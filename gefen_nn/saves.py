@@ -82,6 +82,7 @@ def load(path: str | Path, model: nn.Module, optimizer: TransformOptimizer, stri
         GroupFailure: if another process refuses its part.
     """
     world = _world()
+    together(lambda: OptimizerState(optimizer), world, "load")
     _written()
     folder = together(lambda: _checked(Path(path), world), world, "load")
     said = _read({"optimizer": {"index": ""}}, folder)["optimizer"]["index"]
@@ -149,9 +150,9 @@ def _begin(
 
 def _collected(path: Path, model: nn.Module, optimizer: TransformOptimizer, extra: Mapping[str, Any]) -> dict[str, Any]:
     """What is saved, once nothing in it is to be refused."""
+    OptimizerState(optimizer)  # refuses other optimizers, and parameters without names
     folders.check_place(path)
     optimizer.kept.check_whole()
-    OptimizerState(optimizer)  # refuses parameters without names
     slots = own_slots(optimizer)
     leaves = {key: slot.value for key, slot in slots.items() if slot.value is not None}
     tensors = model.state_dict()

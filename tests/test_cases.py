@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from gefen_fn import (
+    MultiSteps,
     adam,
     adamw,
     add_decayed_weights,
@@ -30,6 +31,7 @@ from gefen_fn import (
     inject_hyperparams,
     linear_schedule,
     lion,
+    muon,
     scale,
     scale_by_adam,
     scale_by_gefen,
@@ -41,11 +43,12 @@ from gefen_fn import (
     unflatten_state,
 )
 from gefen_fn.tree import StructureError, tree_leaves
-from gefen_nn import CheckpointError, Gefen
+from gefen_nn import CheckpointError, Gefen, OptimizerState, load, save, save_async
 
-CASES = "q1 q2 q3 q4 q6 q7 q9 q10 q11 q16 q17 q18 q21 q22 q24 q25 q27 f1 f3 f4 f6 f8 f11 f12 d1 i1".split()
-CASES += "m2 m4 m6 m7 m9 m12 m13 m14 m17 m19 m22 m18 m23 m24 m28".split()
-CASES += "d9 d11 d13 d14 d15 d17 d18 d19 d24 d26".split()
+CASES = "q1 q2 q3 q4 q6 q7 q9 q10 q11 q13 q15 q16 q17 q18 q21 q22 q24 q25 q27 q28 i1 i3".split()
+CASES += "f1 f3 f4 f6 f8 f11 f12".split()
+CASES += "m1 m2 m3 m4 m6 m7 m9 m12 m13 m14 m17 m18 m19 m22 m23 m24 m28".split()
+CASES += "d1 d9 d11 d13 d14 d15 d17 d18 d19 d21 d23 d24 d26".split()
 
 
 @cache
@@ -80,6 +83,41 @@ def test_a_leaf_on_a_mesh_is_of_the_kind_that_its_global_shape_says_q4(shape, me
     alone, here = scale_by_gefen().init(whole), scale_by_gefen().init(part)
     assert local.numel() < 4096 or shape == (64, 32, 3, 3)
     assert [(x.dtype, x.shape) for x in tree_leaves(alone)] == [(x.dtype, x.shape) for x in tree_leaves(here)]
+
+
+STATES = {
+    "gefen": gefen(0.1),
+    "muon": muon(0.1, normuon="paper"),
+    "adamw": adamw(0.1),
+    "lion": lion(0.1),
+    "averages": chain(trace(0.9), ema(0.9)),
+    "accumulated": MultiSteps(gefen(0.1), 2),
+}
+
+
+@pytest.mark.parametrize("tx", STATES.values(), ids=STATES)
+def test_state_lies_as_its_parameter_does_q28(tx, mesh):
+    whole = torch.zeros(128, 4, 256)
+    part = DTensor.from_local(whole[:32], mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
+    entries = [x for key, x in flatten_state(tx.init({"w": part})).items() if x.ndim and "codebook" not in key]
+    assert entries and all(x.device_mesh == mesh and x.placements == part.placements for x in entries)
+    assert all(x.to_local().shape[0] == 32 for x in entries)
+
+
+WRAPPED = {
+    "save": lambda optimizer, path: save(path, nn.Linear(2, 2), optimizer),
+    "save_async": lambda optimizer, path: save_async(path, nn.Linear(2, 2), optimizer),
+    "load": lambda optimizer, path: load(path, nn.Linear(2, 2), optimizer),
+    "OptimizerState": lambda optimizer, path: OptimizerState(optimizer),
+}
+
+
+@pytest.mark.parametrize("call", WRAPPED.values(), ids=WRAPPED)
+def test_an_optimizer_that_a_wrapper_put_in_place_of_ours_is_found_out_i3(call, tmp_path):
+    swapped = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    with pytest.raises(TypeError, match=r"one of gefen_nn: got torch\.optim\.adamw\.AdamW.*wrapper"):
+        call(swapped, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def stepped(steps=2):

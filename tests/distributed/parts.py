@@ -1,0 +1,61 @@
+"""What workers run to compare what each of them holds with its part of one process's, and to count what syncs."""
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from gefen_fn import flatten_state
+from gefen_nn import Gefen
+from tests.distributed.adapter import Net, tensors
+from tests.distributed.training import TRANSFORMS, mesh_of, noise, spread
+
+SHAPES = {"square": (512, 512), "tall": (300, 512)}
+
+
+def own_parts(rank: int, tx: str, sides: tuple[int, ...], how: str, expected: dict[str, Tensor]) -> list[str]:
+    """The names of what differs in this worker's part of state and updates from that part of one process's."""
+    params = {k: spread(noise(k, shape, 0), sides, how).bfloat16() for k, shape in SHAPES.items()}
+    state = TRANSFORMS[tx]().init(params)
+    for step in (1, 2, 3):
+        grads = {k: spread(noise(k, shape, step), sides, how) for k, shape in SHAPES.items()}
+        updates, state = TRANSFORMS[tx]().update(grads, state, params)
+    named = {**flatten_state(state), **{f"updates.{k}": u for k, u in updates.items()}}
+    return [key for key, x in named.items() if not torch.equal(_held(x, x), _held(expected[key], x))]
+
+
+def _held(x: Tensor, like: Tensor) -> Tensor:
+    """What this worker holds of `x`, or would if it lay as `like`."""
+    if not isinstance(like, DTensor):
+        return x
+    laid = x if isinstance(x, DTensor) else distribute_tensor(x, like.device_mesh, like.placements, src_data_rank=None)
+    return laid.to_local()
+
+
+def of_one(tx: str) -> dict[str, Tensor]:
+    """State and updates of one process."""
+    params = {k: noise(k, shape, 0).bfloat16() for k, shape in SHAPES.items()}
+    state = TRANSFORMS[tx]().init(params)
+    for step in (1, 2, 3):
+        updates, state = TRANSFORMS[tx]().update({k: noise(k, s, step) for k, s in SHAPES.items()}, state, params)
+    return {**flatten_state(state), **{f"updates.{k}": u for k, u in updates.items()}}
+
+
+def accumulated(rank: int, sync: bool) -> tuple[int, Any]:
+    """Reduce-scatters of four micro-steps, each of which syncs or the last alone; parameters after the step."""
+    torch.manual_seed(0)
+    model: Any = Net()
+    fully_shard(model, mesh=mesh_of((2,)))
+    optimizer = Gefen(model.named_parameters(), lr=1e-2)
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    with mock.patch.object(dist, name, wraps=getattr(dist, name)) as scatter:
+        for micro in range(4):
+            model.set_requires_gradient_sync(sync or micro == 3)
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * micro + rank))
+            (model(x).square().mean() / 4).backward()
+    optimizer.step()
+    return scatter.call_count, {k: x for k, x in tensors(model, optimizer).items() if ": " not in k}

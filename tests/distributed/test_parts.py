@@ -1,0 +1,21 @@
+"""Each member holds its part of what one process would; replicas hold the same; accumulation sends once."""
+
+import pytest
+import torch
+
+from tests.distributed.parts import accumulated, of_one, own_parts
+
+ROWS = [("random", (2,), "replicated"), ("random", (2, 2), "hsdp"), ("muon", (2, 2), "hsdp"), ("normuon", (2,), "rows")]
+
+
+@pytest.mark.parametrize(("tx", "sides", "how"), ROWS, ids=[f"{tx} {how}" for tx, _, how in ROWS])
+def test_every_member_holds_its_part_to_the_bit_of_codes_drawn_at_random_and_of_momentum_m3_q13(pools, tx, sides, how):
+    answers = pools(torch.Size(sides).numel()).run(own_parts, tx, sides, how, of_one(tx))
+    assert not any(answers)
+
+
+def test_micro_steps_that_do_not_sync_send_nothing_and_come_out_alike_d23(pools):
+    (often, expected), _ = pools(2).run(accumulated, True)
+    (once, got), _ = pools(2).run(accumulated, False)
+    assert often == 4 * once > 0
+    assert all(torch.allclose(got[k], x, rtol=1e-3, atol=1e-5) for k, x in expected.items())
