@@ -163,7 +163,7 @@ def moved(
         capturable: whether captured steps may rest on it, which is refused.
     """
     kept.check_whole()
-    if capturable:
+    if capturable and after is not None:
         raise ValueError(
             "State may be moved if no captured step rests on it: got an optimizer with capturable=True. Build it "
             "without."
