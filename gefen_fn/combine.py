@@ -73,19 +73,43 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
                 "Use the state that this transform's `init` made."
             )
 
-        def onward(updates: Updates, new: tuple[OptState, ...]) -> Waits:
-            n = len(new)
-            if n == len(txs):
-                return updates, new
-            shown = _abreast(masks[n:], updates, params)
-            stages = list(zip(txs[n:], state[n:], strict=True))[: max(1, len(shown))]
-            known = extra if n <= reach else without_norm(extra)
-            outs = together([started(tx, updates, s, params, **known) for tx, s in stages])
-            return then(outs, lambda outs: onward(_joined(updates, shown, outs), (*new, *(s for _, s in outs))))
-
-        return onward(updates, ())
+        stages = list(zip(txs, masks, state, strict=True))
+        return _onward(stages, reach, updates, (), params, extra)
 
     return made_in_rounds(Recipe("chain", txs), init, start)
+
+
+def _onward(
+    stages: Sequence[tuple[Any, ...]],
+    reach: int,
+    updates: Updates,
+    new: tuple[OptState, ...],
+    params: Params | None,
+    extra: Mapping[str, Any],
+) -> Waits:
+    """What comes out of the stages that `new` has no state of yet; an inner function that calls itself would keep all
+    of it alive until garbage is collected.
+
+    Args:
+        stages: transform, mask and state of each.
+        reach: how many of them keep the norm.
+        updates: that come in.
+        new: states of the first stages.
+        params: as in `update`.
+        extra: as in `update`.
+    """
+    n = len(new)
+    if n == len(stages):
+        return updates, new
+    shown = _abreast([mask for _, mask, _ in stages[n:]], updates, params)
+    known = extra if n <= reach else without_norm(extra)
+    outs = together([started(tx, updates, s, params, **known) for tx, _, s in stages[n : n + max(1, len(shown))]])
+    return then(
+        outs,
+        lambda outs: _onward(
+            stages, reach, _joined(updates, shown, outs), (*new, *(s for _, s in outs)), params, extra
+        ),
+    )
 
 
 def _mask_of(tx: GradientTransformation) -> tuple[Mask] | None:

@@ -5,25 +5,40 @@ import json
 
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
 from gefen_nn.arguments import Within
+from gefen_nn.memory import memory_of
+from gefen_nn.model_files import model_of
 from gefen_nn.model_shapes import MODELS
 from gefen_nn.scale_model import simulate
 
-HELP = "bytes of state and traffic of a large model on many processes"
+HELP = "bytes of optimizer state of a model, on one process or many"
+_EPILOG = f"""MODEL is one of {", ".join(sorted(MODELS))}; a config.json of Hugging Face (Llama, Mistral, Mixtral,
+Qwen 2 and 3, Gemma, and their MoE forms), a .safetensors file, whose header alone is read, its index, or a folder
+with one of those; or module:function, a factory of a model, which is built on meta.
+
+With --world, what FSDP2 leaves to one process, and what a step sends. Per process the most that any of a
+sample of processes has, the first and the last among them, is said."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
-    parser.add_argument("--model", choices=sorted(MODELS), default="llama-3-70b", help="(default: %(default)s)")
-    parser.add_argument("--world", type=Within(1, 65_536), default=64, help="processes (default: %(default)s)")
+    parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--model", default="llama-3-70b", metavar="MODEL", help="(default: %(default)s), see below")
+    parser.add_argument("--world", type=Within(1, 65_536), default=1, help="processes (default: %(default)s)")
     parser.add_argument("--experts-over", type=Within(1, 65_536), default=1, help="processes that share out experts")
     parser.add_argument("--optimizer", choices=("gefen", "gefen_muon"), default="gefen", help="(default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    parser.set_defaults(call=_memory)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(call=run)
 
 
-def _memory(arguments: argparse.Namespace) -> int:
-    model, muon = MODELS[arguments.model](), arguments.optimizer == "gefen_muon"
+def run(arguments: argparse.Namespace) -> int:
+    """Count, print."""
+    model, muon = model_of(arguments.model), arguments.optimizer == "gefen_muon"
+    memory = memory_of(model)
     options = {"muon": muon, "expert_parallel": arguments.experts_over, "policy": DEFAULT_SECOND_MOMENT}
     report = simulate(model, arguments.world, **options)
-    print(json.dumps(report._asdict()) if arguments.json else report)
+    if arguments.json:
+        print(json.dumps({**memory.plain(), "optimizer": arguments.optimizer, "process": report._asdict()}))
+    else:
+        told = f"\n\n{arguments.optimizer} on {arguments.world:,} processes\n{report}" if arguments.world > 1 else ""
+        print(f"{memory}{told}")
     return 0

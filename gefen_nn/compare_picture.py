@@ -72,7 +72,10 @@ def _range(rows: Sequence[Row]) -> tuple[float, float]:
 def _draw_sweeps(axes: Any, rows: Sequence[Row], limits: tuple[float, float]) -> None:
     for index, row in enumerate(rows):
         axes.plot(row.sweep.keys(), row.sweep.values(), label=row.arm, linewidth=1.2, markersize=5, **_style(index))
+    tried = sorted({lr for row in rows for lr in row.sweep})
     axes.set_xscale("log")
+    axes.set_xticks(tried, [f"{lr:g}" for lr in tried], rotation=45, fontsize=8)
+    axes.set_xticks([], minor=True)
     axes.set_ylim(limits)
     axes.set_xlabel("learning rate")
     axes.set_title("the first seed over the rates", loc="left", fontsize=10)

@@ -6,8 +6,8 @@ stepped and the last ones are written back. All of this keeps every bit.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from gefen_fn.base import OptState
 from gefen_fn.move import begin_move, finish_moves
 from gefen_fn.shards import local, placements_of
-from gefen_fn.tree import StructureError, tree_leaves
+from gefen_fn.tree import StructureError, tree_leaves, tree_structure
 from gefen_nn import state_view
 from gefen_nn.kept import Kept
 
@@ -60,6 +60,14 @@ def restore(optimizer: "TransformOptimizer") -> None:
     optimizer.keep_state(None)
 
 
+class Row(NamedTuple):
+    """The parameter that a leaf of the state belongs to, None for all, and its names as in `state_view.Slot`."""
+
+    owner: str | None
+    path: str
+    key: str
+
+
 class Host:
     """Where state is kept away from the parameters, and how it is copied.
 
@@ -71,11 +79,12 @@ class Host:
         page: entries of the parameters whose state is fetched at one time; a larger leaf is fetched alone.
     """
 
-    page: int = 1 << 26
+    page: int = 1 << 28
 
     def __init__(self, device: str | torch.device) -> None:
         self.device = torch.empty(0, device=device).device
         self._forms: dict[str, tuple[Any, ...]] = {}
+        self._rows: tuple[Any, list[Row]] = None, []
         if self.device.type == "meta":
             raise ValueError("State must be kept where it holds data: got the device `meta`. Use `cpu`.")
 
@@ -99,21 +108,30 @@ class Host:
         """Take the next state as it comes, because it was made anew."""
         self._forms = {}
 
-    def check(self, slots: Iterable[state_view.Slot], params: Mapping[str, Tensor]) -> None:
+    def rows(self, state: OptState, names: Collection[str]) -> list[Row]:
+        """Whose each leaf of a state is, and its name, in the order of `tree_leaves`; kept while the structure is."""
+        structure = tree_structure(state), set(names)
+        if self._rows[0] != structure:
+            slots = state_view.slots(state, names)
+            order = tree_leaves(state_view.refill(state, names, range(len(slots))))
+            self._rows = structure, [Row(*slots[n][:3]) for n in order]
+        return self._rows[1]
+
+    def check(self, state: OptState, params: Mapping[str, Tensor]) -> None:
         """Refuse a state that is not as the last step or load left it, before any of it is fetched.
 
         Args:
-            slots: of the whole state.
+            state: over `params`.
             params: by name.
 
         Raises:
             StructureError: naming the leaf that has another shape, dtype, device or placement, or damaged scales.
         """
-        for slot in slots:
-            if slot.owner is not None and slot.value is not None:
-                self._check_form(slot.path, slot.value)
-                if slot.key.rsplit(".", 1)[-1] in _SCALES:
-                    _check_scales(slot.path, local(slot.value), local(params[slot.owner]))
+        for row, x in zip(self.rows(state, params.keys()), tree_leaves(state), strict=True):
+            if row.owner is not None and x is not None and x.ndim:
+                self._check_form(row.path, x)
+                if row.key.rsplit(".", 1)[-1] in _SCALES:
+                    _check_scales(row.path, local(x), local(params[row.owner]))
 
     def _check_form(self, path: str, x: Tensor) -> None:
         part = local(x)

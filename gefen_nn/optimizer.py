@@ -215,7 +215,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         params = self._sync()
         host = away(self._host, params)
         if host is not None:
-            host.check(self.slots(), params)
+            host.check(self._kept.state, params)
         return params
 
     def keep_state(self, host: Host | None) -> None:

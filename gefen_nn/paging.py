@@ -13,17 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gefen_fn.agree import group_of, total
 from gefen_fn.base import GradientTransformation, OptState, Recipe
-from gefen_fn.clip import global_norm, norm_by
 from gefen_fn.describe import quantizing
-from gefen_fn.fuse import FusedStep, Step, fuse
-from gefen_fn.plan import kernels_of
-from gefen_fn.program import inner_of
+from gefen_fn.fuse import FusedStep, fuse, squares_of
+from gefen_fn.program import begins_with_clip, inner_of
 from gefen_fn.quantize import has_codebook
 from gefen_fn.scope import learns
 from gefen_fn.shards import is_sharded, local, placements_of
 from gefen_fn.tree import tree_leaves, tree_map, tree_structure, tree_unflatten
-from gefen_nn import state_view
 from gefen_nn.kept import Kept
 from gefen_nn.offload import Host
 
@@ -63,8 +61,8 @@ def paged_step(
     """
     pages = list(_pages(host, tx, grads, state, params))
     if len(pages) > 1:
-        known = known | _norm(tx, grads, known, fused)
-    leaves, ferry = _Leaves(state, params.keys()), _Ferry(host)
+        known = known or _norm(tx, grads)
+    leaves, ferry = _Leaves(state, [row.owner for row in host.rows(state, params.keys())]), _Ferry(host)
     shared: dict[int, Any] = {}
     coming = ferry.fetch(leaves, pages[0], params)
     for n, page in enumerate(pages):
@@ -106,12 +104,8 @@ def _pages(
 
 def _by_leaf(tx: GradientTransformation) -> bool:
     """Whether a step of one leaf rests on no other, but for the norm that an expression may begin with."""
-    first, *others = _stages(tx)
-    return (first == _CLIP or first in _BY_LEAF) and _BY_LEAF.issuperset(others)
-
-
-def _clips(tx: GradientTransformation) -> bool:
-    return next(_stages(tx)) == _CLIP
+    names = list(_stages(tx))
+    return _BY_LEAF.issuperset({*names} - {_CLIP}) and names.count(_CLIP) == begins_with_clip(tx)
 
 
 def _stages(tx: GradientTransformation) -> Iterator[str]:
@@ -142,23 +136,17 @@ def _share(p: Tensor) -> int:
     return -(-p.numel() // math.prod(int(side) for side, placement in sides if not placement.is_replicate()))
 
 
-def _norm(tx: GradientTransformation, grads: Any, known: Mapping[str, Any], fused: bool) -> dict[str, Tensor]:
-    """The norm of all gradients, as a step of all would find it, if a clip asks for it and nobody told it."""
-    if not _clips(tx) or "global_norm" in known:
-        return {}
-    if not (fused and isinstance(fuse(tx), Step)):
-        return {"global_norm": global_norm(grads)}
-    return {"global_norm": norm_by(lambda g, start: kernels_of(g).sum_of_squares(g, start=start), grads)}
+def _norm(tx: GradientTransformation, grads: Any) -> dict[str, Tensor]:
+    """The norm of all gradients, if a step asks for it."""
+    squares = squares_of(tx)(grads)
+    return {} if squares is None else {"global_norm": total(squares, group_of(tree_leaves(grads))).sqrt().float()}
 
 
 class _Leaves:
     """The leaves of a state in order, and the parameter that each belongs to; None: to all."""
 
-    def __init__(self, state: OptState, names: Collection[str]) -> None:
-        slots = state_view.slots(state, names)
-        order = tree_leaves(state_view.refill(state, names, range(len(slots))))
-        self.owners = [slots[n].owner for n in order]
-        self.values, self._spec = tree_leaves(state), tree_structure(state)
+    def __init__(self, state: OptState, owners: Sequence[str | None]) -> None:
+        self.owners, self.values, self._spec = owners, tree_leaves(state), tree_structure(state)
 
     def with_page(self, here: Mapping[int, Tensor]) -> OptState:
         """The state for one page's step; what belongs to all is given as a copy, as each page's step counts it up."""
@@ -195,8 +183,10 @@ class _Ferry:
             self._leave()
         found = {}
         for i, (x, owner) in enumerate(zip(leaves.values, leaves.owners, strict=True)):
-            if owner in page and isinstance(x, Tensor) and x.ndim and self._host.apart(params[owner].device):
-                home = params[owner].device
+            if owner is None or owner not in page or not isinstance(x, Tensor) or not x.ndim:
+                continue
+            home = params[owner].device
+            if self._host.apart(home):
                 with self._beside(home, inward=True):
                     found[i] = self._host.copy(x, home)
         return found

@@ -5,8 +5,10 @@ tensors of the shapes that it expects.
 """
 
 import functools
+import heapq
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +17,6 @@ import torch
 
 from gefen_fn.blocks import leaf_layout
 from gefen_fn.exchange import Talk
-from gefen_fn.muon_shards import Done, Job, talks
 from gefen_fn.second_moment import Factored, FactoredState, SecondMoment, policy_for
 from gefen_fn.shards import Peers, Piece
 from gefen_fn.spec import default_axes, matrices_of
@@ -32,31 +33,53 @@ class SimulatedPiece(Piece):
     Attributes:
         cut: into how many parts each axis is cut.
         at: the member's place along each axis that is cut.
+        reach: entries of an axis beyond this part that its members can have to do with; None for all.
     """
 
     cut: tuple[tuple[int, int], ...] = ()
     at: tuple[int, ...] = ()
+    reach: int | None = None
 
     def peers(self, axes: frozenset[int]) -> Peers | None:
         """Who would hold the other parts along these axes, numbered in the order of their places."""
-        return _peers(self.whole, self.cut, self.at, axes & self.axes)
+        return _peers(self.whole, self.cut, self.at, axes & self.axes, self.reach)
 
 
 @functools.lru_cache(maxsize=65_536)
 def _peers(
-    whole: tuple[int, ...], cut: tuple[tuple[int, int], ...], own: tuple[int, ...], axes: frozenset[int]
+    whole: tuple[int, ...],
+    cut: tuple[tuple[int, int], ...],
+    own: tuple[int, ...],
+    axes: frozenset[int],
+    reach: int | None,
 ) -> Peers | None:
     over = [n for n, (axis, count) in enumerate(cut) if axis in axes and count > 1]
     if not over:
         return None
-    boxes, number_here = {}, 0
-    for number, places in enumerate(itertools.product(*(range(cut[n][1]) for n in over))):
+    near = [_near(whole[cut[n][0]], cut[n][1], own[n], reach) for n in over]
+    boxes = {}
+    for places in itertools.product(*near):
         at = list(own)
         for n, place in zip(over, places, strict=True):
             at[n] = place
-        boxes[number] = _box(whole, cut, at)
-        number_here = number if tuple(at) == own else number_here
-    return Peers(boxes, number_here, (tuple(over), tuple(a for n, a in enumerate(own) if n not in over)))
+        boxes[_number(at, cut, over)] = _box(whole, cut, at)
+    return Peers(boxes, _number(own, cut, over), (tuple(over), tuple(a for n, a in enumerate(own) if n not in over)))
+
+
+def _near(length: int, count: int, own: int, reach: int | None) -> range:
+    """The places along an axis whose parts lie within reach of one's own."""
+    if reach is None:
+        return range(count)
+    away = -(-reach // -(-length // count))
+    return range(max(own - away, 0), min(own + away + 1, count))
+
+
+def _number(at: Sequence[int], cut: Sequence[tuple[int, int]], over: Sequence[int]) -> int:
+    """A member's place in the group that is cut along these axes, the last one running fastest."""
+    number = 0
+    for n in over:
+        number = number * cut[n][1] + at[n]
+    return number
 
 
 def _box(whole: Sequence[int], cut: Sequence[tuple[int, int]], at: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -68,13 +91,13 @@ def _box(whole: Sequence[int], cut: Sequence[tuple[int, int]], at: Sequence[int]
     return tuple(box)
 
 
-def piece_at(whole: Sequence[int], cut: Cut, at: Sequence[int]) -> SimulatedPiece:
-    """The part at a place of a leaf that is cut along some axes."""
+def piece_at(whole: Sequence[int], cut: Cut, at: Sequence[int], reach: int | None = None) -> SimulatedPiece:
+    """The part at a place of a leaf that is cut along some axes; see `SimulatedPiece`."""
     parts = tuple(sorted(cut.items()))
     box = _box(whole, parts, at)
     shape, offset = tuple(b - a for a, b in box), tuple(a for a, _ in box)
     axes = frozenset(axis for axis, count in parts if count > 1)
-    return SimulatedPiece(shape, tuple(whole), offset, axes, cut=parts, at=tuple(at))
+    return SimulatedPiece(shape, tuple(whole), offset, axes, cut=parts, at=tuple(at), reach=reach)
 
 
 class Report(NamedTuple):
@@ -147,10 +170,11 @@ def simulate(model: Model, world: int, *, muon: bool = False, expert_parallel: i
     """
     if world % expert_parallel:
         raise ValueError(f"`expert_parallel` must divide `world`: got {expert_parallel} for {world}. Use a divisor.")
-    ranks = _sample(world, 8 if muon else 24)  # Muon's members plan every matrix of the group
-    held = [_member(model, world, rank, muon, expert_parallel, policy) for rank in ranks]
+    held = [_member(model, world, rank, muon, expert_parallel, policy) for rank in _sample(world, 24)]
     alone = _member(model, 1, 0, muon, 1, policy)
     most = _Held(*(max(column) for column in zip(*held, strict=True)))
+    if world == 1:
+        return Report(world, alone.entries, alone.state, *alone[:2], 0, 0, 0)
     vote = VOTE_BYTES + -(-sum(leaf.copies for leaf in model.values()) // 8) * 2
     return Report(world, alone.entries, alone.state, *most[:3], vote, 1 + most.exchanges)
 
@@ -165,19 +189,21 @@ def _sample(world: int, count: int) -> list[int]:
 def _member(model: Model, world: int, rank: int, muon: bool, expert_parallel: int, policy: SecondMoment) -> _Held:
     """One member's share of all leaves."""
     entries = state = sent = rounds = 0
-    matrices: list[SimulatedPiece] = []
+    matrices: list[tuple[SimulatedPiece, int]] = []
+    sides = policy.sides if isinstance(policy, Factored) else (0, 0)
+    reach = None if sides[0] is None else 2 * sides[0]  # of rows; a last tile takes the remainder too
     for leaf in model.values():
         cut = cut_of(leaf, world, expert_parallel)
         place = (rank % expert_parallel, rank // expert_parallel) if len(cut) > 1 else (rank,)
-        piece = piece_at(leaf.shape, cut, place)
+        piece = piece_at(leaf.shape, cut, place, reach)
         entries += leaf.copies * math.prod(piece.shape)
         if muon and leaf.muon:
-            matrices += [piece] * leaf.copies
+            matrices.append((piece, leaf.copies))
             state += leaf.copies * _moment_bytes(piece)
             continue
-        own, traffic = _gefen(piece, policy)  # type: ignore[arg-type]  # policies are frozen dataclasses
+        own, traffic = gefen_costs(piece, policy)  # type: ignore[arg-type]  # policies are frozen dataclasses
         state, sent, rounds = state + leaf.copies * own, sent + leaf.copies * sum(traffic), max(rounds, len(traffic))
-    traffic = _muon(matrices)
+    traffic = muon_traffic(matrices)
     return _Held(entries, state, sent + sum(traffic), max(rounds, len(traffic)))
 
 
@@ -189,8 +215,8 @@ def _moment_bytes(piece: Piece) -> int:
 
 
 @functools.lru_cache(maxsize=65_536)
-def _gefen(piece: SimulatedPiece, policy: SecondMoment) -> tuple[int, tuple[int, ...]]:
-    """Bytes of state, and bytes sent in each exchange."""
+def gefen_costs(piece: SimulatedPiece, policy: SecondMoment) -> tuple[int, tuple[int, ...]]:
+    """Of Gefen: bytes of state, counters left out, and bytes that the member sends in each exchange."""
     layout = leaf_layout(piece)
     own = policy_for(policy, layout)
     tensors = [torch.empty(shape, device="meta") for shape in own.shapes(layout)]
@@ -200,19 +226,39 @@ def _gefen(piece: SimulatedPiece, policy: SecondMoment) -> tuple[int, tuple[int,
     return state, () if talk is None else _traffic(talk)
 
 
-def _muon(pieces: Sequence[SimulatedPiece]) -> tuple[int, ...]:
-    """Bytes sent in each exchange for matrices that are cut."""
-    jobs = [
-        Job(torch.empty(p.shape, device="meta"), matrices_of(p.whole, default_axes(p.whole)), None, None)
-        for p in pieces
-    ]
-    meetings = talks(jobs, [[p] for p in pieces], "distributed", torch.bfloat16, _unworked)
-    rounds = [_traffic(talk) for talk in meetings]
-    return tuple(map(sum, itertools.zip_longest(*rounds, fillvalue=0)))
+def state_bytes_of(shape: Sequence[int], policy: SecondMoment, *, muon: bool) -> int:
+    """Bytes of state of a whole leaf, counters left out: of Muon, or of Gefen with this second moment."""
+    piece = piece_at(shape, {}, ())
+    return _moment_bytes(piece) if muon else gefen_costs(piece, policy)[0]  # type: ignore[arg-type]  # policies are frozen
 
 
-def _unworked(jobs: Sequence[Job]) -> list[Done]:
-    return [Done(job.x.float(), None) for job in jobs]
+def muon_traffic(pieces: Sequence[tuple[SimulatedPiece, int]]) -> tuple[int, ...]:
+    """Bytes that a member sends in each of the two exchanges for cut matrices, each made by one member in bf16.
+
+    What `gefen_fn.muon_shards.talks` plans, in closed form: it lists every part of every matrix, of which large worlds
+    have too many.
+
+    Args:
+        pieces: held by the member, with their number.
+    """
+    groups: dict[Any, list[tuple[int, int, int]]] = defaultdict(list)
+    for piece, copies in pieces:
+        seen = matrices_of(piece.whole, default_axes(piece.whole))
+        over = [n for n, (axis, count) in enumerate(piece.cut) if axis in (*seen.rows, *seen.cols) and count > 1]
+        if over:
+            count, me = math.prod(piece.cut[n][1] for n in over), _number(piece.at, piece.cut, over)
+            shape = list(piece.shape)
+            for n in over:
+                shape[piece.cut[n][0]] = piece.whole[piece.cut[n][0]]
+            groups[count, me] += [(math.prod(shape), math.prod(piece.shape), min(seen.sizes[0]))] * copies
+    out = back = 0
+    for (count, me), leaves in groups.items():
+        loads = [(0, member) for member in range(count)]
+        for whole, own, side in sorted(leaves, key=lambda leaf: -leaf[0] * leaf[2]):
+            load, owner = loads[0]
+            heapq.heapreplace(loads, (load + whole * side, owner))
+            out, back = out + 2 * own * (owner != me), back + 2 * (whole - own) * (owner == me)
+    return (out, back) if groups else ()
 
 
 def _traffic(talk: Talk[Any]) -> tuple[int, ...]:

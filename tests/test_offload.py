@@ -1,7 +1,4 @@
-"""State away from its parameters: moved, stepped page by page, saved and loaded there, and failing in between.
-
-A stand-in for a host keeps its tensors in the same memory as the parameters, but copies all that would go elsewhere.
-"""
+"""State away from its parameters: moved, stepped page by page, saved and loaded there, and failing in between."""
 
 import copy
 import weakref
@@ -27,49 +24,9 @@ from gefen_fn import (
 )
 from gefen_fn.tree import StructureError, tree_leaves
 from gefen_nn import CheckpointError, Gefen, GefenMuon, TransformOptimizer, load, offload, restore, save
-from gefen_nn.offload import Host
+from tests.stand import Stand
 
 SHAPES = {"first": (64, 72), "large": (300, 70), "third": (130, 64), "norm": (40,), "experts": (3, 40, 64)}
-
-
-class Stand(Host):
-    """Counts copies, and the bytes that were fetched and are still held; the copy or write `fails_at` fails."""
-
-    page = 9_000
-
-    def __init__(self):
-        super().__init__("cpu")
-        self.done, self.fails_at, self.held, self.most = {"copy": 0, "write": 0}, {}, 0, 0
-
-    def apart(self, home):
-        return True
-
-    def count(self, kind):
-        self.done[kind] += 1
-        if self.done[kind] == self.fails_at.get(kind):
-            raise OSError("the bus is gone")
-
-    def take(self, x, home):
-        self.count("copy")
-        return x.clone()
-
-    def copy(self, x, device):
-        self.count("copy")
-        fetched = x.clone()
-        self.held += x.nbytes
-        self.most = max(self.most, self.held)
-        weakref.finalize(fetched, self.leave, x.nbytes)
-        return fetched
-
-    def leave(self, size):
-        self.held -= size
-
-    def write(self, x, into):
-        self.count("write")
-        super().write(x, into)
-
-    def fail(self, kind, after):
-        self.done, self.fails_at = {"copy": 0, "write": 0}, {kind: after}
 
 
 def expression(rule):

@@ -18,7 +18,7 @@ from gefen_nn.offload import Host
 from tests import test_triton_step as cases
 from tests.device.checks import Checks, difference
 from tests.device.parity_optimizer import clipped
-from tests.test_offload import Stand
+from tests.stand import Stand
 
 _SHAPES = {"embed": (1000, 256), "w": (512, 700), "conv": (64, 32, 3, 3), "experts": (3, 64, 96), "norm": (512,)}
 _PAGE = 1 << 18

@@ -19,7 +19,7 @@ from gefen_nn import Gefen, GefenMuon, load, offload, restore, save
 from tests.distributed.adapter import Net, build, give_gradients, tensors
 from tests.distributed.failing import BAD, raw
 from tests.distributed.training import mesh_of, noise
-from tests.test_offload import Stand
+from tests.stand import Stand
 
 
 def optimizer_of(model: nn.Module, kind: str) -> Any:

@@ -1,0 +1,176 @@
+"""Shapes of a model's leaves from a description of it: a Hugging Face config, safetensors headers, or its factory.
+
+No weights are read and none are made. Names are those of the safetensors that Hugging Face publishes; leaves alike in
+several layers are one row, with `*` for the layer's number.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gefen_nn.model_shapes import MODELS, LeafShape, Model
+from gefen_nn.route import choose
+from gefen_nn.task import function_named
+
+_HEADER = 100_000_000  # bytes; longer ones safetensors refuses too
+_KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
+_BIASED = ("qwen2", "qwen2_moe")
+
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+def model_of(text: str) -> Model:
+    """The shapes of a model.
+
+    Args:
+        text: a name in `MODELS`; a `config.json`, a `.safetensors` file, its index, or a folder with one of those; or
+            `module:function`, a factory, which is called with tensors on meta.
+
+    Raises:
+        ValueError: if it is none of these, or of a kind that is not known.
+        OSError: if a file cannot be read.
+    """
+    if text in MODELS:
+        return MODELS[text]()
+    path = Path(text)
+    if path.is_dir():
+        names = ("model.safetensors.index.json", "model.safetensors", "config.json")
+        path = next((path / name for name in names if (path / name).exists()), path / names[-1])
+    if path.suffix == ".safetensors":
+        return _grouped(_of_header(path))
+    if path.suffix == ".json":
+        held = json.loads(path.read_text())
+        if "weight_map" in held:
+            files = sorted(set(held["weight_map"].values()))
+            return _grouped([row for name in files for row in _of_header(path.with_name(name))])
+        return _grouped(of_config(held))
+    if ":" not in text:
+        raise ValueError(
+            f"A model must be of {', '.join(sorted(MODELS))}, a config.json, a .safetensors file, a folder of those, "
+            f"or module:function: got {text!r}. Correct it."
+        )
+    with torch.device("meta"):
+        net = function_named(text)()
+    if not isinstance(net, nn.Module):
+        raise ValueError(f"{text} must make a torch.nn.Module: got a {type(net).__name__}. Return the model.")
+    return _grouped(((name, tuple(p.shape)) for name, p in net.named_parameters() if p.requires_grad), net)
+
+
+def _of_header(path: Path) -> Shapes:
+    """A file of safetensors begins with the length of its header, 8 bytes, little-endian; the header is JSON."""
+    with path.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        try:
+            held = json.loads(stream.read(length)) if length <= _HEADER else None
+        except ValueError:
+            held = None
+    if not isinstance(held, dict):
+        raise ValueError(f"A file of safetensors must begin with its header: got {path}, which does not.")
+    return [(name, tuple(x["shape"])) for name, x in held.items() if name != "__metadata__"]
+
+
+def _grouped(rows: Iterable[tuple[str, tuple[int, ...]]], net: nn.Module | None = None) -> Model:
+    """Leaves alike in one row each, with their number; Muon's as `route` would choose them."""
+    pairs = [(name, torch.empty(shape, device="meta")) for name, shape in rows]
+    own = list(net.named_parameters()) if net is not None else pairs
+    rules = choose(own, net, None, "gefen")
+    counts = Counter((re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), tuple(x.shape), rules[name].rule) for name, x in pairs)
+    names = Counter(name for name, *_ in counts)
+    return {
+        name if names[name] == 1 else f"{name} {rule} {'x'.join(map(str, shape))}": LeafShape(
+            shape, copies, rule == "muon", _are_experts(shape, name)
+        )
+        for (name, shape, rule), copies in counts.items()
+    }
+
+
+def _are_experts(shape: tuple[int, ...], name: str) -> bool:
+    return len(shape) == 3 and "expert" in name
+
+
+def of_config(config: Mapping[str, Any]) -> Shapes:
+    """The leaves of a decoder that a Hugging Face `config.json` describes.
+
+    Args:
+        config: with the keys of Llama, Mistral, Mixtral, Qwen 2 and 3, their MoE forms, or Gemma 1 to 3 (text).
+
+    Raises:
+        ValueError: for another kind, or if a key is missing.
+    """
+    kind = config.get("model_type")
+    if isinstance(config.get("text_config"), Mapping):
+        return of_config(config["text_config"])
+    if kind not in _KNOWN:
+        raise ValueError(
+            f"`model_type` must be of {', '.join(_KNOWN)}: got {kind!r}. Name a .safetensors file or module:function."
+        )
+    try:
+        return list(_decoder(config, str(kind)))
+    except KeyError as error:
+        raise ValueError(f"A config of {kind} must have {error}: got none. Name its .safetensors instead.") from error
+
+
+def _decoder(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, words = config["hidden_size"], config["vocab_size"]
+    yield "model.embed_tokens.weight", (words, width)
+    for n in range(config["num_hidden_layers"]):
+        for name, shape in (*_attention(config, kind), *_feed_forward(config, n), *_norms(kind, width)):
+            yield f"model.layers.{n}.{name}", shape
+    yield "model.norm.weight", (width,)
+    if not config.get("tie_word_embeddings", kind.startswith("gemma")):
+        yield "lm_head.weight", (words, width)
+
+
+def _attention(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, heads = config["hidden_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or width // heads
+    pairs = config.get("num_key_value_heads") or heads
+    biased = config.get("attention_bias", kind in _BIASED)
+    for name, rows in (("q", heads * head), ("k", pairs * head), ("v", pairs * head)):
+        yield f"self_attn.{name}_proj.weight", (rows, width)
+        if biased:
+            yield f"self_attn.{name}_proj.bias", (rows,)
+    yield "self_attn.o_proj.weight", (width, heads * head)
+    if biased and kind not in _BIASED:
+        yield "self_attn.o_proj.bias", (width,)
+    if kind.startswith(("qwen3", "gemma3")):
+        yield "self_attn.q_norm.weight", (head,)
+        yield "self_attn.k_norm.weight", (head,)
+
+
+def _norms(kind: str, width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "input_layernorm.weight", (width,)
+    yield "post_attention_layernorm.weight", (width,)
+    if kind in ("gemma2", "gemma3_text"):
+        yield "pre_feedforward_layernorm.weight", (width,)
+        yield "post_feedforward_layernorm.weight", (width,)
+
+
+def _feed_forward(config: Mapping[str, Any], layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, hidden = config["hidden_size"], config["intermediate_size"]
+    experts = config.get("num_local_experts") or config.get("num_experts") or 0
+    every = config.get("decoder_sparse_step") or 1
+    if not experts or layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % every:
+        yield from _gated("mlp", width, hidden)
+        return
+    inner = config.get("moe_intermediate_size") or hidden
+    yield "mlp.gate.weight", (experts, width)
+    yield "mlp.experts.gate_proj", (experts, inner, width)
+    yield "mlp.experts.up_proj", (experts, inner, width)
+    yield "mlp.experts.down_proj", (experts, width, inner)
+    shared = config.get("shared_expert_intermediate_size")
+    if shared:
+        yield from _gated("mlp.shared_expert", width, shared)
+        yield "mlp.shared_expert_gate.weight", (1, width)
+
+
+def _gated(name: str, width: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.gate_proj.weight", (hidden, width)
+    yield f"{name}.up_proj.weight", (hidden, width)
+    yield f"{name}.down_proj.weight", (width, hidden)
