@@ -13,6 +13,7 @@ from gefen_fn.blocks import FlatBlocks, dense_reason, leaf_layout
 from gefen_fn.contract import Capabilities, claims
 from gefen_fn.fuse import fuse
 from gefen_fn.program import inner_of
+from gefen_fn.runs import runs
 from gefen_fn.scope import Scope, learns
 from gefen_fn.second_moment import Block, Factored, policy_for
 from gefen_fn.shards import placed_shape, placements_of
@@ -61,6 +62,7 @@ class Report(NamedTuple):
         learners: who learns the codebook of each stage that learns one, in words.
         stepped_on: devices of the parameters that are there, each once; of offloaded shards the CPU.
         kept_on: where the state is kept, if elsewhere (see `gefen_nn.offload`); else empty.
+        runs: for each device, what steps leaves there, and why not a back end where it does not.
     """
 
     expression: str
@@ -72,6 +74,7 @@ class Report(NamedTuple):
     learners: Mapping[str, str]
     stepped_on: tuple[str, ...] = ()
     kept_on: str = ""
+    runs: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -88,7 +91,7 @@ class Report(NamedTuple):
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         share = f", {self.bytes / self.entries:.4f} bytes per parameter" if self.entries else ""
         head = [self.expression, f"fused: {self.fused or 'nothing'}", f"trains on: {self._where()}"]
-        head.append(f"checkpoints: {_guarantee(self.claims)}")
+        head += [*(f"runs: {line}" for line in self.runs), f"checkpoints: {_guarantee(self.claims)}"]
         head += [f"codebook of {stage}: learned by {who}" for stage, who in self.learners.items()]
         return "\n".join([*head, *lines, f"{self.bytes:,} bytes of state{share}"])
 
@@ -101,6 +104,8 @@ class Report(NamedTuple):
 
 def describe(tx: GradientTransformation, params: Params) -> Report:
     """Say what state a transform keeps for each parameter; reads shapes only and allocates nothing.
+
+    Of leaves on meshes of several axes all processes call this together.
 
     Args:
         tx: the transform.
@@ -126,7 +131,8 @@ def describe(tx: GradientTransformation, params: Params) -> Report:
     held = {stage: [places[key] for key in leaves if any(_is_of(x, stage) for x in owned[key])] for stage in rules}
     who = {stage: _learners(rule["codebook"], held[stage]) for stage, rule in rules.items() if learns(rule["codebook"])}
     devices = tuple(dict.fromkeys(str(places[path].device) for path in leaves))
-    return Report(repr(tx), fused, reports, shared, entries, claims(tx), who, devices)
+    own = repr(tx), fused, reports, shared, entries, claims(tx), who, devices
+    return Report(*own, runs=runs(tx, params))
 
 
 def _is_of(key: str, stage: str) -> bool:

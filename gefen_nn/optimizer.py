@@ -12,6 +12,7 @@ from gefen_fn.agree import together
 from gefen_fn.base import GradientTransformation, OptState, check_transform, write_updates
 from gefen_fn.describe import Report, describe
 from gefen_fn.fuse import FusedStep, fuse, write_state
+from gefen_fn.runs import runs
 from gefen_fn.scalar import capturing
 from gefen_fn.shards import placements_of
 from gefen_fn.tree import check_floating
@@ -132,7 +133,8 @@ class TransformOptimizer(torch.optim.Optimizer):
     def describe(self) -> Report:
         """What is kept for each parameter that has state, and why; print it for a table."""
         host = away(self._host, params := self._sync())
-        return describe(self._tx, params)._replace(kept_on="" if host is None else str(host.device))
+        lines = runs(self._tx, params, fused=self._fused is not None)
+        return describe(self._tx, params)._replace(kept_on="" if host is None else str(host.device), runs=lines)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters get fresh state, all others keep theirs.
