@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import gefen_fn
-from gefen_nn import cli_compare, cli_convert, cli_demo, cli_inspect, cli_lr_find, cli_memory
+from gefen_nn import cli_bench, cli_compare, cli_convert, cli_demo, cli_inspect, cli_lr_find, cli_memory
 
 _COMMANDS = {
     "demo": cli_demo,
@@ -16,6 +16,7 @@ _COMMANDS = {
     "memory": cli_memory,
     "inspect": cli_inspect,
     "convert": cli_convert,
+    "bench": cli_bench,
 }
 
 
