@@ -47,7 +47,9 @@ class Parcel:
     def bytes_for(self, member: int) -> Sequence[Tensor]:
         """All that goes to a member, for each leaf."""
         count = len(self.places)
-        parts = [x.reshape(count, -1).contiguous().view(torch.uint8) for x in self.send[member] if x.numel()]
+        rows = [x.reshape(count, -1).contiguous() for x in self.send[member] if x.numel()]
+        # A single entry counts as contiguous with any stride, but is seen as bytes with stride 1 only.
+        parts = [x.as_strided(x.shape, (x.shape[1], 1)).view(torch.uint8) for x in rows]
         return (
             torch.cat(parts, 1).unbind() if parts else [torch.empty(0, dtype=torch.uint8, device=self.device)] * count
         )
