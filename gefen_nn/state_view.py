@@ -36,28 +36,31 @@ class Slot(NamedTuple):
 Visit = Callable[[Any, str | None, int], Any]
 
 
-def _children(f: Visit, node: Any, names: Collection[str], owner: str | None, depth: int) -> list[Any]:
-    below = depth + (owner is not None)
-    return [_map_leaves(f, child, names, owner, below) for child in node]
-
-
-def _map_dict(f: Visit, node: dict[Any, Any], names: Collection[str], owner: str | None, depth: int) -> Any:
+def _map_dict(
+    f: Visit, node: dict[Any, Any], names: Collection[str], owner: str | None, below: int, stages: bool
+) -> Any:
     out = copy.copy(node)
-    owned = owner is None and bool(names) and set(node) == set(names) and not holds_stages(node)
-    below = depth + (owner is not None)
+    owned = owner is None and bool(names) and set(node) == set(names) and not (stages and holds_stages(node))
     for key in sorted(node, key=str):
-        out[key] = _map_leaves(f, node[key], names, key if owned else owner, below)
+        out[key] = _map_leaves(f, node[key], names, key if owned else owner, below, stages)
     return out
 
 
-def _map_leaves(f: Visit, node: Any, names: Collection[str], owner: str | None = None, depth: int = 0) -> Any:
-    """Rebuild `node` with `f(leaf, owner, depth)`, depth counted in path parts below the owner's name."""
+def _map_leaves(
+    f: Visit, node: Any, names: Collection[str], owner: str | None = None, depth: int = 0, stages: bool = True
+) -> Any:
+    """Rebuild `node` with `f(leaf, owner, depth)`, depth counted in path parts below the owner's name.
+
+    `stages` says whether stages may lie in it, as they do at the top and in fields that begin with `inner`.
+    """
+    below = depth + (owner is not None)
     if isinstance(node, dict):
-        return _map_dict(f, node, names, owner, depth)
+        return _map_dict(f, node, names, owner, below, stages)
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*_children(f, node, names, owner, depth))
+        parts = zip(node._fields, node, strict=True)
+        return type(node)(*(_map_leaves(f, x, names, owner, below, field.startswith("inner")) for field, x in parts))
     if isinstance(node, (tuple, list)):
-        return type(node)(_children(f, node, names, owner, depth))
+        return type(node)([_map_leaves(f, x, names, owner, below, stages) for x in node])
     return f(node, owner, depth)
 
 

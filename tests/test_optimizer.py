@@ -290,3 +290,12 @@ def test_labels_and_stage_names_may_be_parameter_names(stages: str) -> None:
     assert all(
         leaves["scale_by_adam.count"] == 1 for leaves in optimizer.state.values() if "scale_by_adam.count" in leaves
     )
+
+
+@pytest.mark.parametrize("tx", [gefen(0.1), named_chain(("g", gefen(0.1))), inject_hyperparams(gefen)(0.1)], ids=str)
+def test_a_model_of_matrices_alone_keeps_the_statistics_of_each_with_it(tx):
+    matrices = nn.ParameterDict({"left": torch.zeros(64, 72), "right": torch.zeros(80, 72)})
+    for name, p in matrices.items():
+        own = TransformOptimizer(matrices.named_parameters(), tx).state[p]
+        assert own["scale_by_gefen.nu.row"].shape == (len(p), 1)
+        assert not [key for key in own if f".{name}" in key]

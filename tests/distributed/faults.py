@@ -49,6 +49,7 @@ OPTIMIZERS = ("gefen", "hybrid", "whole tiles", "muon")
 SIDES = ((2,), (2,), (2,), (3,), (2, 2))
 ERRORS: tuple[type[BaseException], ...] = (RuntimeError, OSError, MemoryError, ValueError, KeyboardInterrupt)
 OURS = ("gefen_fn", "gefen_nn", "gefen_kernels")
+WRITERS = ("write_updates", "run", "run_step")  # where a step begins to write
 
 
 class Fault(NamedTuple):
@@ -62,7 +63,7 @@ class Fault(NamedTuple):
         victim: the worker that it happens to.
         at: how far into the phase, or into a file, as a share of it.
         timed: whether a share of its time is meant; else of the calls that the library makes.
-        early: whether before a collective of the closure, or a step's own work; else after it.
+        early: whether before a collective of the closure, or from the start of a step; else after it, or in the write.
         error: what is raised.
     """
 
@@ -80,6 +81,11 @@ class Fault(NamedTuple):
     def world(self) -> int:
         return self.sides[0] * (self.sides[1] if len(self.sides) > 1 else 1)
 
+    @property
+    def late(self) -> bool:
+        """Whether only calls count that a step makes once it writes."""
+        return self.phase in ("step", "learn") and not self.early
+
 
 def fault_of(seed: int) -> Fault:
     """The fault of a seed."""
@@ -90,8 +96,6 @@ def fault_of(seed: int) -> Fault:
         optimizer = "hybrid"
     world = sides[0] * (sides[1] if len(sides) > 1 else 1)
     victim, at, timed, early = draw.randrange(world), draw.random(), draw.random() < 0.5, draw.random() < 0.5
-    if kind == "raise" and phase in ("step", "learn") and not early:  # what is written comes last, and soon
-        at = 0.9 + 0.1 * at
     return Fault(kind, phase, optimizer, sides, victim, at, timed and kind == "kill", early, draw.choice(ERRORS))
 
 
@@ -234,13 +238,16 @@ PHASES = {
 class Wire:
     """Counts the calls that the library makes, of its own functions and of others', and acts at one of them."""
 
-    def __init__(self, act: Callable[[], None] = _nothing, at: int = -1) -> None:
-        self.seen, self._act, self._at = 0, act, at
+    def __init__(self, late: bool, act: Callable[[], None] = _nothing, at: int = -1) -> None:
+        self.seen, self._act, self._at, self._counts = 0, act, at, not late
         self._lock = threading.Lock()
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         caller = frame if event == "c_call" else frame.f_back
-        if event in ("call", "c_call") and (_is_ours(frame) or _is_ours(caller)):
+        if event not in ("call", "c_call") or not (_is_ours(frame) or _is_ours(caller)):
+            return
+        self._counts = self._counts or (event == "call" and frame.f_code.co_name in WRITERS)
+        if self._counts:
             with self._lock:
                 self.seen += 1
                 hit = self.seen == self._at
@@ -296,7 +303,7 @@ def play(rank: int, fault: Fault, folder: str) -> Outcome:
     """Go through the phase undisturbed, then with the fault in it."""
     twin, scene = Scene(fault), Scene(fault)
     act, acted = PHASES[fault.phase], fault.kind != "damage"
-    count = Wire()
+    count = Wire(fault.late)
     began = time.monotonic()
     with count.strung():
         act(twin, Path(folder, "twin"))
@@ -340,7 +347,7 @@ def _committed(scene: Scene, fault: Fault, calls: int, seconds: float) -> Iterat
         timer.start()
     elif fault.phase in ("closure", "hooks"):
         scene.trap = act
-    wire = Wire(act, -1 if fault.timed or scene.trap is act else 1 + int(fault.at * calls))
+    wire = Wire(fault.late, act, -1 if fault.timed or scene.trap is act else 1 + int(fault.at * calls))
     try:
         with wire.strung():
             yield
