@@ -18,7 +18,7 @@ An optimizer is an expression over any tree of tensors, in optax's grammar; its 
 - Muon's parts: `MatrixAxes`, `muon_labels`, `scale_by_matrix_shape`, `adjust_scale`, `orthogonalize`, `NS_COEFFS`
 - scale, decay and clip: `scale`, `scale_by_learning_rate`, `scale_by_schedule`, `add_decayed_weights`, `decay_mask`,
   `clip`, `clip_by_global_norm`, `clip_by_block_rms`, `clip_by_qk`, `adaptive_grad_clip`, `zero_nans`, `global_norm`;
-  `stochastic_rounding` of bf16 parameters
+  `stochastic_rounding` of bf16 parameters, `compensated` ones
 - schedules: `constant_schedule`, `linear_schedule`, `polynomial_schedule`, `piecewise_constant_schedule`,
   `exponential_decay`, `cosine_decay_schedule`, `warmup_cosine_decay_schedule`, `warmup_stable_decay_schedule`,
   `join_schedules`
@@ -54,6 +54,7 @@ from gefen_fn.blocks import FlatBlocks, find_blocks
 from gefen_fn.calibrate import calibrate, refresh
 from gefen_fn.clip import adaptive_grad_clip, clip, clip_by_block_rms, clip_by_global_norm, global_norm
 from gefen_fn.combine import MaskedState, PartitionState, chain, masked, named_chain, partition
+from gefen_fn.compensate import CompensatedState, compensated
 from gefen_fn.describe import LeafReport, Report, describe
 from gefen_fn.fuse import Step, fuse
 from gefen_fn.gefen import ScaleByGefenState, scale_by_gefen
@@ -113,6 +114,7 @@ __all__ = [
     "ApplyIfFiniteState",
     "Block",
     "Dense",
+    "CompensatedState",
     "EmaState",
     "EmptyState",
     "Factored",
@@ -163,6 +165,7 @@ __all__ = [
     "clip_by_global_norm",
     "clip_by_qk",
     "compare_names",
+    "compensated",
     "constant_schedule",
     "cosine_decay_schedule",
     "decay_mask",

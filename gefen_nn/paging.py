@@ -30,7 +30,8 @@ _CLIP = "clip_by_global_norm"
 _BY_LEAF = {
     *("partition", "masked", "identity", "set_to_zero", "scale", "scale_by_learning_rate", "scale_by_schedule"),
     *("add_decayed_weights", "trace", "ema", "scale_by_adam", "scale_by_lion", "scale_by_gefen", "scale_by_muon"),
-    *("scale_by_matrix_shape", "stochastic_rounding", "clip", "clip_by_block_rms", "adaptive_grad_clip", "zero_nans"),
+    *("scale_by_matrix_shape", "stochastic_rounding", "compensated", "clip", "clip_by_block_rms"),
+    *("adaptive_grad_clip", "zero_nans"),
 }
 
 

@@ -34,6 +34,7 @@ SIGNATURES = {
     "adaptive_grad_clip": "clipping, eps=0.001",
     "zero_nans": "",
     "stochastic_rounding": "",
+    "compensated": "bits=8",
     "apply_if_finite": "inner, max_consecutive_errors",
     "MultiSteps": "opt, every_k_schedule, use_grad_mean=True, should_skip_update_fn=None",
     "has_updated": "state",

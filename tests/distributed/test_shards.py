@@ -23,6 +23,7 @@ ROWS += [
     ("chores", (3,)),
     ("accumulated", (3,)),
     ("random", (3,)),
+    ("compensated", (3,)),
     ("nested", (3,)),
 ]
 MATRICES = {"square": (512, 512), "tall": (300, 512), "short": (40, 1024), "bias": (512,)}

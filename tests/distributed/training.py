@@ -20,6 +20,7 @@ from gefen_fn import (
     chain,
     clip_by_block_rms,
     clip_by_global_norm,
+    compensated,
     flatten_state,
     gefen_muon,
     inject_hyperparams,
@@ -52,6 +53,7 @@ TRANSFORMS: dict[str, Callable[[], Any]] = {
     "normuon": lambda: muon(1e-2, quantize=False, normuon="norm_kept"),
     "hybrid": lambda: gefen_muon(1e-2, normuon="paper", weight_decay=0.1),
     "random": lambda: chain(gefen_alias(1e-2, rounding="stochastic"), stochastic_rounding()),
+    "compensated": lambda: chain(gefen_alias(1e-2), compensated()),
     "clip": lambda: chain(clip_by_global_norm(0.5), gefen_alias(1e-2, weight_decay=0.1)),
     "nested": lambda: nested(),
 }
@@ -129,7 +131,7 @@ def train(
 ) -> dict[str, Tensor]:
     """Parameters and state after some steps, whole."""
     tx = TRANSFORMS[tx_name]()
-    dtype = torch.bfloat16 if tx_name == "random" else torch.float32
+    dtype = torch.bfloat16 if tx_name in ("random", "compensated") else torch.float32
     params = {k: spread(noise(k, shape, 0).to(dtype), sides, how) for k, shape in shapes.items()}
     state = tx.init(params)
     for step in range(1, steps + 1):
