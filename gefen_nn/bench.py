@@ -66,7 +66,7 @@ class Bench(NamedTuple):
 
 
 def bench(
-    model: nn.Module, optimizers: Sequence[str], *, rounds: int = 9, device: str = "cpu", watch: Watch = silent
+    model: nn.Module, optimizers: Sequence[str], *, rounds: int = 9, device: str = "cpu", watch: Watch | None = None
 ) -> Bench:
     """Time steps on random gradients that stay the same; every optimizer has a copy of the parameters.
 
@@ -75,7 +75,7 @@ def bench(
         optimizers: names in `gefen_nn.task.BUILDS` or `module:function`; AdamW is always there.
         rounds: in each of which every optimizer has a turn.
         device: where to step.
-        watch: shows progress.
+        watch: shows progress; None for none.
 
     Raises:
         ValueError: for a name that is none, or a model without parameters to train.
@@ -85,7 +85,7 @@ def bench(
     if not entries:
         raise ValueError("The model must have parameters to train: got none. Name another factory.")
     warm_up()  # what loops take to compile once a machine is no step's
-    players, first = {}, {}
+    players, first, watch = {}, {}, watch or silent
     with watch("first steps", len(builds)) as advance:
         for name, build in builds.items():
             players[name] = build(_copy(model, device), 1e-6)

@@ -122,13 +122,13 @@ def _group_line(n: int, group: dict[str, Any]) -> str:
     return f"group {n}: {len(group['params'])} parameters, {', '.join(f'{k}={x}' for k, x in values.items())}"
 
 
-def inspect_checkpoint(path: str | Path, *, key: str | None = None, watch: Watch = silent) -> Contents:
+def inspect_checkpoint(path: str | Path, *, key: str | None = None, watch: Watch | None = None) -> Contents:
     """Look at every tensor of the state in a file or folder, a parameter at a time.
 
     Args:
         path: a folder of `gefen_nn.save` or of torch.distributed.checkpoint, or a file of `torch.save`.
         key: which of several states in it.
-        watch: shows progress.
+        watch: shows progress; None for none.
 
     Raises:
         CheckpointError: if it cannot be read, or holds no state.
@@ -141,7 +141,7 @@ def inspect_checkpoint(path: str | Path, *, key: str | None = None, watch: Watch
     books = {stage: x for (stage, field), x in common.items() if field in ("codebook", "gefen_codebook")}
     used = {stage: torch.zeros(len(book), dtype=torch.int64) for stage, book in books.items()}
     rows = []
-    with watch("reading", len(owned)) as advance:
+    with (watch or silent)("reading", len(owned)) as advance:
         for name, leaves in owned.items():
             rows.append(_health(str(name), leaves, stored, books, used))
             advance()

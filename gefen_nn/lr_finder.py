@@ -63,7 +63,7 @@ def lr_find(
     steps: int = 100,
     runs: int = 10,
     seed: int = 0,
-    watch: Watch = silent,
+    watch: Watch | None = None,
 ) -> LrReport:
     """Find a learning rate for a model, its data and an optimizer.
 
@@ -76,13 +76,14 @@ def lr_find(
         steps: of each short run.
         runs: most short runs; each costs `steps`.
         seed: of every run, so that rates alone differ.
-        watch: shows progress.
+        watch: shows progress; None for none.
 
     Raises:
         ValueError: for numbers out of range, or if no run ends with a finite loss.
     """
     _check(low, high, range_steps, steps, runs)
     build = build_named(optimizer) if isinstance(optimizer, str) else optimizer
+    watch = watch or silent
     first, untrained = make_run(seed), make_run(seed)
     with watch("range test", range_steps) as advance:
         test = tuple(_range_test(first, untrained, build, low, high, range_steps, advance))
