@@ -112,6 +112,10 @@ ADAPTERS = {
     "offload": "optimizer, device='cpu'",
     "restore": "optimizer",
     "convert_state": "source_state_dict, optimizer",
+    "adamw_state": "optimizer",
+    "inspect_checkpoint": "path, *, key=None, watch=None",
+    "lr_find": "make_run, optimizer='gefen', *, low=1e-06, high=1.0, range_steps=100, steps=100, runs=10, seed=0, "
+    "watch=None",
     "StateTree": "state, params",
     "route": "model, rules=None, *, lr=0.001, backup='gefen'",
 }
