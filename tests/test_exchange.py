@@ -51,3 +51,30 @@ def test_what_waits_side_by_side_takes_the_same_rounds(make, rounds, result):
 
 def test_what_waits_for_nobody_is_there_at_once():
     assert finish(then(together([1, 2]), sum)) == 3
+
+
+CPU = torch.device("cpu")
+SENT = {
+    "whole": torch.arange(12.0).reshape(2, 6),
+    "a column": torch.arange(12.0).reshape(2, 6)[:, 3:4],
+    "an entry with a stride": torch.arange(256.0).reshape(2, 128)[:, :1].reshape(2, 1, 1),
+    "across": torch.arange(24.0).reshape(2, 3, 4).transpose(1, 2),
+    "nothing": torch.zeros(2, 0, 3),
+    "bf16": torch.arange(10.0).to(torch.bfloat16).reshape(2, 5),
+}
+
+
+@pytest.mark.parametrize("leaves", [1, 2])
+def test_what_is_sent_is_what_comes_for_each_leaf(leaves):
+    parcel = Parcel(None, CPU, places=tuple(range(leaves)))
+    for x in SENT.values():
+        own = x[:leaves]
+        parcel.send[1].append(own)
+        parcel.expect[0].append((tuple(own.shape), own.dtype))
+    raw = parcel.bytes_for(1)
+    assert [len(x) for x in raw] == [parcel.bytes_from(0)] * leaves
+    came = parcel.opened({0: raw})[0]
+    assert all(
+        torch.equal(got, x[:leaves]) and got.dtype == x.dtype for got, x in zip(came, SENT.values(), strict=True)
+    )
+    assert all(len(x) == 0 for x in parcel.bytes_for(2))

@@ -16,6 +16,7 @@ SHAPES = {
     "conv": (64, 32, 3, 3),
     "bias": (70,),
     "few": (33, 1024),
+    "a slot a row": (130, 64),
 }
 SQUARE = {"experts": (4, 40, 256), "more experts": (4, 40, 256), "square": (300, 512), "short": (40, 1024)}
 ROWS = [
