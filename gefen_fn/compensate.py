@@ -1,4 +1,4 @@
-"""bf16 parameters without fp32 copies: the bits that rounding drops are kept beside them, and count in the next step."""
+"""bf16 parameters without fp32 copies: the bits that rounding drops are kept beside them, for the next step."""
 
 from typing import Any, NamedTuple
 
