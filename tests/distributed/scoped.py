@@ -78,7 +78,8 @@ def described(rank: int) -> tuple[str, str, str]:
     grads = gradients(rank)
     sharded = {k: DTensor.from_local(g, mesh_of((2,)), [Shard(0)]) for k, g in grads.items()}
     rows = [(codebook_of(True), grads), ("learned", grads), ("learned", sharded)]
-    return tuple(str(describe(gefen(0.1, codebook=book), params)).splitlines()[4] for book, params in rows)  # type: ignore[return-value]
+    texts = [str(describe(gefen(0.1, codebook=book), params)).splitlines() for book, params in rows]
+    return tuple(next(line for line in text if line.startswith("codebook of")) for text in texts)  # type: ignore[return-value]
 
 
 def other_names(rank: int) -> str:
