@@ -102,8 +102,10 @@ class Step:
         moves_codes = _move_codes(unlearned, plan, given)
         if not plan.launches or plan.share_memory(leaves) or moves_codes:
             return write_state(state, self._pure(grads, state, params, **extra))
+        summed = False
         if program.clip is not None and "global_norm" not in extra:
-            extra["global_norm"] = _norm(plan, given, leaves)
+            summed = agree.group_of(given) is None and len(plan.fused) == sum(g is not None for g in given)
+            extra["global_norm"] = _norm(plan, leaves) if summed else norm_by(_squares_of, given)
         factor = _clip_factor(program.clip, extra.get("global_norm"), state)
         new = _learned(unlearned, plan, given, state, factor)
         asked = [asked_of(program, launch, leaves, grads, new, factor) for launch in plan.launches]
@@ -113,7 +115,7 @@ class Step:
             asked.append(started(self._tx, tree_unflatten(tree_structure(grads), left), new, params, **extra))
         got = finish(together(asked))
         pairs = zip(plan.launches, got, strict=is_all)
-        runs = [prepared(program, launch, leaves, grads, new, factor, own) for launch, own in pairs]
+        runs = [prepared(program, launch, leaves, grads, new, factor, own, summed=summed) for launch, own in pairs]
         changes = changes_of(program, new) if is_all else []
         self.wrote = True
         if not is_all:
@@ -267,10 +269,8 @@ def _clip_factor(clip: Stage | None, norm: Tensor | None, state: OptState) -> Te
     return clip_factor(norm, value_of(clip, clip.recipe.args[0], state))
 
 
-def _norm(plan: StepPlan, grads: Sequence[Any], leaves: Sequence[Any]) -> Tensor:
-    """The norm of all gradients, 0-dim fp32; `leaves` are what is held here of them."""
-    if agree.group_of(grads) is not None or len(plan.fused) < sum(g is not None for g in grads):
-        return norm_by(_squares_of, grads)
+def _norm(plan: StepPlan, leaves: Sequence[Any]) -> Tensor:
+    """The norm of all gradients, 0-dim fp32, where all are here and fused."""
     squares = [_squares(launch, [leaves[work.index] for work in launch.works]) for launch in plan.launches]
     return torch.stack([x.to(squares[0].device) for x in squares]).sum().sqrt().float()
 

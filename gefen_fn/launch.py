@@ -43,6 +43,8 @@ def prepared(
     state: OptState,
     factor: Tensor | None,
     got: Any,
+    *,
+    summed: bool,
 ) -> Callable[[], None]:
     """All that can be refused is done here; the result does the step.
 
@@ -54,6 +56,7 @@ def prepared(
         state: before the step.
         factor: what gradients are multiplied by, 0-dim float64; None for 1.
         got: what came of `asked_of`.
+        summed: whether the back end has just added the squares of these gradients, where it does so in one go.
     """
     if isinstance(launch, MuonLaunch):
         return prepared_muon(program, launch, leaves, grads, state, factor)
@@ -62,7 +65,7 @@ def prepared(
     own, scalars = launch.gradients(leaves), launch.spread(table)
     options = {"drive": part.core.recipe.kwargs["drive"], "ties": launch.ties, "negate": program.negate}
     options["scaled"] = factor is not None
-    if launch.sums and factor is not None:
+    if launch.sums and summed:
         options["summed"] = True
     if launch.draws:
         options["counts"] = launch.spread(draws_of(launch))

@@ -261,6 +261,22 @@ def test_strides_of_gradients_and_parameters_do_not_matter(view):
     assert_fused_is_plain(gefen(1e-2, **TILES), [(40, 128), (16, 300)], view=view)
 
 
+def test_a_norm_that_is_given_leaves_the_gradients_to_be_found_by_the_step():
+    tx, seen = clipped(Factored((32, 64))), []
+    plain = {"0": noise((40, 128), 1)}
+    fused, grads, norm = {"0": plain["0"].clone()}, {"0": noise((40, 128), 2)}, torch.tensor(9.0)
+    updates, _ = tx.update(grads, tx.init(plain), plain, global_norm=norm)
+
+    def stepped(plan, grads, *args, **options):
+        seen.append(options.get("summed", False))
+        run.run_step(plan, grads, *args, **options)
+
+    with mock.patch.object(ops, "back_end", lambda device: mock.Mock(wraps=run, run_step=stepped)):
+        fuse(tx)(grads, tx.init(fused), fused, global_norm=norm)
+    assert seen == [False]
+    assert_same_bits(apply_updates(plain, updates), fused)
+
+
 # ---- launches
 
 
