@@ -12,7 +12,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest
 
-# Also routes and steps real models, whose package takes some 10 s to install.
+# Also trains under other packages' trainers, which take some 20 s to install.
 test-slow: $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test,integrations,quality]'
 	$(BIN)/python -m pytest -m slow

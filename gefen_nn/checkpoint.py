@@ -144,9 +144,19 @@ def _match(
         _check_names(names, targets, frozen, strict)
     else:
         names = targets
+        _check_sizes([len(group["params"]) for group in saved], list(map(len, members)))
     if len(ids) != len(names):
         raise CheckpointError(f"Parameters must match: got {len(ids)} for {len(names)}. Build the same groups.")
     return dict(zip(ids, names, strict=True))
+
+
+def _check_sizes(saved: Sequence[int], own: Sequence[int]) -> None:
+    """Without names a parameter is known by its place, which other groups would give to another."""
+    if saved != own:
+        raise CheckpointError(
+            f"Without names on both sides groups must match: got groups of {saved} parameters for {own}. "
+            "Build the groups as they were saved, and give names to optimizers whose groups may change."
+        )
 
 
 def _check_names(names: Sequence[str], targets: Sequence[str], frozen: Collection[str], strict: bool) -> None:

@@ -65,6 +65,14 @@ def test_names_match_whatever_the_order_and_grouping() -> None:
     assert same(bits(net), bits(other))
 
 
+def test_positions_are_not_taken_for_those_of_other_groups() -> None:
+    net = model()
+    saved = TransformOptimizer([{"params": net[0].parameters()}, {"params": net[2].parameters()}], injected())
+    joined = TransformOptimizer(net.named_parameters(), injected())
+    with pytest.raises(CheckpointError, match=r"groups must match: got groups of \[2, 2\] parameters for \[4\]"):
+        joined.load_state_dict(saved.state_dict())
+
+
 def everything(optimizer: torch.optim.Optimizer) -> list:
     """The bytes of what a load may change, and the values of the groups."""
     params = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,0 +1,5 @@
+"""The pools of workers, as the distributed tests have them."""
+
+from tests.distributed.conftest import pools
+
+__all__ = ["pools"]
