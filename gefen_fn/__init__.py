@@ -25,9 +25,9 @@ An optimizer is an expression over any tree of tensors, in optax's grammar; its 
 - quantization: `Dense`, `Block` and `Factored` (the second moment), `FlatBlocks`, `find_block`, `find_blocks`,
   `calibrate`, `refresh`, `learn_codebook`, `default_codebook`, `gradient_histogram`, `Quantized`, `quantize`,
   `dequantize`, `requantize`; `Scope`: processes named by hand that learn one codebook
-- states and reports: `describe`, `state_bytes`, `flatten_state`, `unflatten_state`, `compare_names`, `tree_get`,
-  `tree_set`, `move_state` to another device, `tree_map` for transforms of your own, `fuse`; a state's class is named
-  like its transform, as `ScaleByAdamState`; what does not fit together raises `StructureError`
+- states and reports: `describe`, `health`, `state_bytes`, `flatten_state`, `unflatten_state`, `compare_names`,
+  `tree_get`, `tree_set`, `move_state` to another device, `tree_map` for transforms of your own, `fuse`; a state's class
+  is named like its transform, as `ScaleByAdamState`; what does not fit together raises `StructureError`
 """
 
 from gefen_fn.accumulate import ApplyIfFiniteState, MultiSteps, MultiStepsState, apply_if_finite, has_updated
@@ -58,6 +58,7 @@ from gefen_fn.compensate import CompensatedState, compensated
 from gefen_fn.describe import LeafReport, Report, describe
 from gefen_fn.fuse import Step, fuse
 from gefen_fn.gefen import ScaleByGefenState, scale_by_gefen
+from gefen_fn.health import LeafHealth, health
 from gefen_fn.inject import InjectHyperparamsState, inject_hyperparams
 from gefen_fn.masks import decay_mask
 from gefen_fn.matrix_scale import scale_by_matrix_shape
@@ -124,6 +125,7 @@ __all__ = [
     "GradientTransformationExtraArgs",
     "HeadRows",
     "InjectHyperparamsState",
+    "LeafHealth",
     "LeafReport",
     "MaskedNode",
     "MaskedState",
@@ -183,6 +185,7 @@ __all__ = [
     "global_norm",
     "gradient_histogram",
     "has_updated",
+    "health",
     "identity",
     "incremental_update",
     "inject_hyperparams",

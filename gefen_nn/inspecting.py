@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gefen_fn.health import code_shares, scale_range
 from gefen_fn.quantize import is_codebook
 from gefen_nn.console import Watch, silent, size, table
 from gefen_nn.stored import Stored, StoredLeaf, read_stored
@@ -17,7 +18,7 @@ _COUNTS = ("count", "step")
 _POSITIVE = ("mu.absmax", "nu", "nu.row", "nu.col", "exp_avg_sq")
 
 
-class LeafHealth(NamedTuple):
+class LeafContents(NamedTuple):
     """The state of one parameter.
 
     Attributes:
@@ -81,7 +82,7 @@ class Contents(NamedTuple):
     """
 
     kind: str
-    leaves: tuple[LeafHealth, ...]
+    leaves: tuple[LeafContents, ...]
     codebooks: dict[str, Codebook]
     groups: list[dict[str, Any]]
     state_bytes: int
@@ -104,7 +105,7 @@ class Contents(NamedTuple):
         return "\n".join([*lines, *(f"FAULT {fault}" for fault in self.faults)])
 
 
-def _row(leaf: LeafHealth) -> tuple[str, ...]:
+def _row(leaf: LeafContents) -> tuple[str, ...]:
     shape, steps = "x".join(map(str, leaf.shape)) or "scalar", "" if leaf.steps is None else f"{leaf.steps:,}"
     shares = ("" if x is None else f"{x:.2%}" for x in (leaf.at_ends, leaf.at_zero, leaf.empty_blocks))
     scales = "" if leaf.scales is None else "{:.1e} to {:.1e}".format(*leaf.scales)
@@ -162,7 +163,7 @@ def _codebook(book: Tensor, learned: bool, used: Tensor) -> Codebook:
 
 def _health(
     name: str, leaves: Sequence[StoredLeaf], stored: Stored, books: dict[str, Tensor], used: dict[str, Tensor]
-) -> LeafHealth:
+) -> LeafContents:
     """Look at the tensors of one parameter, and count the levels that its codes use."""
     held = stored.fetch([leaf.key for leaf in leaves])
     tensors = {(leaf.stage, leaf.field): held[leaf.key] for leaf in leaves}
@@ -176,7 +177,7 @@ def _health(
     faults = tuple(fault for (_, field), x in tensors.items() for fault in _faults(field, x))
     shape = stored.shapes.get(name) or _shape(leaves)
     total = sum(leaf.bytes for leaf in leaves)
-    return LeafHealth(
+    return LeafContents(
         name, shape, _rule(leaves), max(steps, default=None), kept, total, ends, zero, scale, empty, faults
     )
 
@@ -200,24 +201,22 @@ def _rule(leaves: Sequence[StoredLeaf]) -> str:
 def _shares(
     codes: Sequence[tuple[str, Tensor]], books: dict[str, Tensor], used: dict[str, Tensor]
 ) -> tuple[float | None, float | None]:
-    """The shares of codes at either end and at zero; None without codes."""
-    at_ends = at_zero = total = 0.0
+    """The shares of codes at either end and at zero, which `used` counts too; None without codes."""
     for stage, x in codes:
-        book, counts = books[stage], torch.bincount(x.reshape(-1).long(), minlength=len(books[stage]))
-        used[stage] += counts[: len(book)]
-        at_ends += float(counts[0] + counts[len(book) - 1])
-        at_zero += float(counts[: len(book)][book == 0].sum())
-        total += x.numel()
-    return (at_ends / total, at_zero / total) if total else (None, None)
+        used[stage] += torch.bincount(x.reshape(-1).long(), minlength=len(books[stage]))[: len(books[stage])]
+    if not any(x.numel() for _, x in codes):
+        return None, None
+    at_ends, at_zero = torch.tensor([code_shares(x, books[stage]) for stage, x in codes]).mean(0).tolist()
+    return at_ends, at_zero
 
 
 def _scales(scales: Sequence[Tensor]) -> tuple[tuple[float, float] | None, float | None]:
     """The least and the largest scale above zero, and the share of those that are zero; None without scales."""
     flat = torch.cat([x.reshape(-1) for x in scales]) if scales else torch.empty(0)
+    least, largest, empty = map(float, scale_range(flat))
     if not flat.numel():
         return None, None
-    real = flat[flat > 0]
-    return (float(real.min()), float(real.max())) if real.numel() else None, float((flat == 0).float().mean())
+    return None if largest == 0 else (least, largest), empty
 
 
 def _faults(field: str, x: Tensor) -> list[str]:

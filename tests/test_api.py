@@ -84,6 +84,7 @@ SIGNATURES = {
     "find_blocks": "grads, *, rule='variance_drop', fallback=True, rowwise=True",
     "fuse": "tx",
     "describe": "tx, params",
+    "health": "state, updates=None",
     "flatten_state": "state",
     "unflatten_state": "flat, like, *, strict=True",
     "state_bytes": "state, *, world='local'",
