@@ -10,6 +10,7 @@ import pytest
 
 import gefen_fn
 import gefen_nn
+from gefen_nn import cli
 
 PAGES = Path(__file__).parent.parent / "notebooks"
 TYPES = {"OptState", "Params", "ScalarOrSchedule", "Schedule", "Updates"}  # described in words
@@ -37,3 +38,15 @@ def test_the_site_builds_without_a_warning(tmp_path):
     built = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stderr
     assert "scale_by_gefen" in (tmp_path / "api" / "directions.html").read_text()
+
+
+def outputs_shown() -> list[tuple[list[str], str]]:
+    """Commands that pages show with what they print: blocks that begin with `$ gefen`."""
+    pages = "\n".join(path.read_text() for path in sorted(PAGES.glob("*.md")))
+    return [(command.split(), text) for command, text in re.findall(r"```text\n\$ gefen (.*)\n((?s:.*?))```", pages)]
+
+
+@pytest.mark.parametrize(("command", "text"), outputs_shown(), ids=lambda value: value[0])
+def test_a_command_on_a_page_prints_what_the_page_shows(command, text, capsys):
+    assert cli.main(command) == 0
+    assert capsys.readouterr().out == text
