@@ -43,10 +43,12 @@ def offload(optimizer: "TransformOptimizer", device: str | torch.device = "cpu")
         device: where to keep the state; from a GPU to the CPU it goes into pinned memory.
 
     Raises:
+        TypeError: for a wrapper of the optimizer.
         ValueError: for a device that holds no data, or an optimizer whose captured steps rest on the state.
         RuntimeError: if the copies fail, which changes nothing; if a step failed half-way before.
         GroupFailure: if another member of the group fails.
     """
+    _check_own(optimizer)
     optimizer.keep_state(Host(device))
 
 
@@ -54,10 +56,21 @@ def restore(optimizer: "TransformOptimizer") -> None:
     """Bring an optimizer's state back beside its parameters; on shards all members call this.
 
     Raises:
+        TypeError: for a wrapper of the optimizer.
         RuntimeError: if the copies fail, which changes nothing; if a step failed half-way before.
         GroupFailure: if another member of the group fails.
     """
+    _check_own(optimizer)
     optimizer.keep_state(None)
+
+
+def _check_own(optimizer: Any) -> None:
+    """Refuse what passes reads on to an optimizer, as Accelerate's and Lightning's wrappers do: writes stay with it."""
+    if "param_groups" not in vars(optimizer):
+        raise TypeError(
+            f"The optimizer must be the one that steps: got {type(optimizer).__name__}, a wrapper of it. "
+            "Pass its `optimizer`."
+        )
 
 
 class Row(NamedTuple):
