@@ -140,10 +140,10 @@ def _size(form: Form) -> int:
 
 
 def _answered(parcels: Sequence[Parcel]) -> list[Answer]:
-    """What came for each parcel, by one all-to-all for each group."""
+    """What came for each parcel, by one all-to-all for each group, in the order of the first of their places."""
     groups: defaultdict[Any, list[int]] = defaultdict(list)
-    for n, parcel in enumerate(parcels):
-        groups[parcel.group, parcel.device.type].append(n)
+    for n in sorted(range(len(parcels)), key=lambda n: min(parcels[n].places)):
+        groups[parcels[n].group, parcels[n].device.type].append(n)
     answers: dict[int, Answer] = {}
     for numbers in groups.values():
         answers.update(zip(numbers, _swap([parcels[n] for n in numbers]), strict=True))

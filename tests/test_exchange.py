@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from gefen_fn import exchange
 from gefen_fn.exchange import Later, Parcel, begun, finish, then, together
 
 
@@ -51,6 +52,15 @@ def test_what_waits_side_by_side_takes_the_same_rounds(make, rounds, result):
 
 def test_what_waits_for_nobody_is_there_at_once():
     assert finish(then(together([1, 2]), sum)) == 3
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["as they lie", "the other way round"])
+def test_groups_are_asked_in_the_order_of_their_leaves_whatever_is_put_together_first(monkeypatch, order):
+    asked = []
+    monkeypatch.setattr(exchange, "_swap", lambda parcels: asked.append(parcels[0].group) or [{}] * len(parcels))
+    talks = [begun(talk("a", 1), (0, 5)), begun(talk("b", 1), (1,)), begun(talk("c", 1))]
+    finish(together([talks[n] for n in order]))
+    assert asked == ["c", "a", "b"]
 
 
 CPU = torch.device("cpu")
