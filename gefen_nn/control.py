@@ -54,7 +54,7 @@ class Control:
         if capturing():
             return None
         meshes = agree.meshes_of(leaves)
-        if not agree.ranks_of(meshes) <= self._seen:
+        if meshes and not agree.ranks_of(meshes) <= self._seen:
             members = _agreed_members(meshes)
             self._seen, self.shared = frozenset(members), True
             votes = self._given is None and len(members) > 1 and dist.get_rank() in members
