@@ -258,7 +258,7 @@ def _move_codes(unlearned: list[Part], plan: StepPlan, grads: Sequence[Any]) -> 
     if not unlearned:
         return False
     started = torch.tensor(any(work.started for work in plan.works if work.part in unlearned), device="cpu")
-    groups = dict.fromkeys(_learners(part, grads) for part in unlearned)
+    groups = dict.fromkeys(_learners(part, _shown(part, plan, grads)) for part in unlearned)
     return any([bool(agree.any_member(started, group)) for group in groups])
 
 
@@ -314,9 +314,15 @@ def _unlearned(program: Program, plan: StepPlan, state: OptState) -> list[Part]:
     return unlearned
 
 
-def _learners(part: Part, grads: Sequence[Any]) -> Any:
+def _shown(part: Part, plan: StepPlan, grads: Sequence[Any]) -> list[Any]:
+    """The gradients with `None` at the leaves of other parts, as the pure path shows them to a part."""
+    own = {work.index for work in plan.works if work.part is part}
+    return [g if i in own else None for i, g in enumerate(grads)]
+
+
+def _learners(part: Part, shown: Sequence[Any]) -> Any:
     """The group or scope that learns the codebook of a part."""
-    return agree.group_of(grads, Scope.of(part.core.recipe.kwargs["codebook"]))
+    return agree.group_of(shown, Scope.of(part.core.recipe.kwargs["codebook"]))
 
 
 def _learned(
@@ -326,8 +332,9 @@ def _learned(
     if not unlearned:
         return state
     for part in unlearned:
-        group, stage = _learners(part, grads), _stage(part, state)
-        mine = agree.counted(grads, group)
+        shown, stage = _shown(part, plan, grads), _stage(part, state)
+        group = _learners(part, shown)
+        mine = agree.counted(shown, group)
         counts = torch.zeros(4096, dtype=torch.int64, device="cpu")
         for work in plan.works:
             if work.part is part and not work.layout.dense and mine[work.index]:

@@ -1,14 +1,28 @@
 """What workers run with scopes given by hand: plain tensors whose gradients differ between the members."""
 
 import copy
+import os
+from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from gefen_fn import Scope, StructureError, calibrate, describe, gefen, gradient_histogram, muon, refresh
+from gefen_fn import (
+    Scope,
+    StructureError,
+    calibrate,
+    describe,
+    fuse,
+    gefen,
+    gradient_histogram,
+    muon,
+    partition,
+    refresh,
+)
 from gefen_fn.quantize import has_codebook
 from gefen_fn.tree import tree_map
 from gefen_nn import Gefen, GefenMuon
@@ -111,3 +125,17 @@ def copied(rank: int) -> bool:
     params = {k: nn.Parameter(torch.zeros_like(g)) for k, g in gradients(rank).items()}
     optimizer = Gefen(list(params.items()), codebook=codebook_of(True))
     return copy.deepcopy(optimizer)._group() is optimizer._group() is codebook_of(True)
+
+
+def of_parts(rank: int, plain: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """The codebooks of a part on a mesh and of one of plain tensors, learned in place and by the pure path.
+
+    The members `plain` have no back end.
+    """
+    tx = partition({"mesh": gefen(0.1), "own": gefen(0.1)}, {"up": "mesh", "down": "own"})
+    grads = {**gradients(rank), "up": DTensor.from_local(gradients(rank)["up"], mesh_of((2,)), [Shard(0)])}
+    params, step = tree_map(torch.zeros_like, grads), fuse(tx)
+    assert step is not None
+    expected = _books(_pure(tx, grads))
+    with mock.patch.dict(os.environ, {"GEFEN_REFERENCE": "1"} if rank in plain else {}):
+        return _books(step(grads, tx.init(params), params)), expected

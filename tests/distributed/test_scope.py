@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from gefen_fn import Scope, learn_codebook
-from tests.distributed.scoped import WAYS, copied, described, histogram, learn, narrow, other_names
+from tests.distributed.scoped import WAYS, copied, described, histogram, learn, narrow, of_parts, other_names
 from tests.distributed.test_shards import different
 
 
@@ -37,6 +37,14 @@ def test_a_scope_may_be_a_replica_but_no_part_of_one(pools):
 
 def test_copies_of_an_optimizer_vote_in_the_same_scope(pools):
     assert pools(2).run(copied) == [True, True]
+
+
+@pytest.mark.parametrize("plain", [(), (1,)], ids=["in place", "one member by the pure path"])
+def test_parts_of_one_expression_learn_each_with_the_members_of_its_own_leaves(pools, plain):
+    answers = pools(2).run(of_parts, plain)
+    assert all(map(torch.equal, *answers[0])) and all(map(torch.equal, *answers[1]))
+    (mesh, ours), (same, theirs) = answers[0][0], answers[1][0]
+    assert torch.equal(mesh, same) and not torch.equal(ours, theirs)
 
 
 @pytest.fixture
