@@ -89,12 +89,14 @@ class Recipe(NamedTuple):
         args: its positional arguments, inner transforms among them.
         kwargs: its named arguments.
         marked: of `inject_hyperparams`: builds the inner transform with a `Hyperparameter` in the place of each value.
+        inner: likewise: that transform of the values as they were given.
     """
 
     name: str
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
     marked: Callable[[], GradientTransformation] | None = None
+    inner: GradientTransformation | None = None
 
 
 def made(recipe: Recipe, init: InitFn, update: UpdateFn) -> GradientTransformation:

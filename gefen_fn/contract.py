@@ -87,7 +87,7 @@ def unpublished(name: str) -> Capabilities:
     return Capabilities(name, ("replicated",), True, False, (f"{name} publishes no contract",))
 
 
-def together(name: str, parts: Sequence[Capabilities]) -> Capabilities:
+def of_parts(name: str, parts: Sequence[Capabilities]) -> Capabilities:
     """The claims of parts that step different leaves of one model.
 
     They can train on what any of them can; a checkpoint, which holds them all, restores what all of them do.
@@ -109,10 +109,10 @@ def together(name: str, parts: Sequence[Capabilities]) -> Capabilities:
     return Capabilities(name, tuple(layouts) or ("replicated",), same, resharded, tuple(refused))
 
 
-def all_of(name: str, stages: Sequence[Capabilities]) -> Capabilities:
+def of_stages(name: str, stages: Sequence[Capabilities]) -> Capabilities:
     """The claims of stages that each step the same leaves: what every one of them can do."""
     layouts = [layout for layout in LAYOUTS if all(layout in stage.layouts for stage in stages)]
-    whole = together(name, stages)
+    whole = of_parts(name, stages)
     return Capabilities(name, tuple(layouts), whole.same_topology_exact, whole.resharding_exact, whole.refused)
 
 
@@ -123,7 +123,7 @@ def claims(tx: GradientTransformation) -> Capabilities:
         return unpublished("a transform without a recipe")
     inner = [claims(part) for part in inner_of(recipe)]
     if inner:
-        return together(recipe.name, inner) if recipe.name == "partition" else all_of(recipe.name, inner)
+        return of_parts(recipe.name, inner) if recipe.name == "partition" else of_stages(recipe.name, inner)
     return _CLAIMS.get(recipe.name, _anywhere)(recipe)
 
 

@@ -87,8 +87,8 @@ def inject_hyperparams(
         numbers = {name: value for name, value in given.items() if _is_number(value)}
         factory = _Factory(inner_factory, bound)
         start = _scheduled(schedules, new_count(), dtype)
-        factory(start)
-        tx = _injected(factory, schedules, numbers, dtype)
+        recipe = factory.recipe((*schedules, *numbers), start)
+        tx = _injected(factory, recipe, schedules, numbers, dtype)
         tx.update.rebuild = lambda values: factory({**start, **values})  # type: ignore[attr-defined]
         tx.update.hyperparams = tuple(numbers)  # type: ignore[attr-defined]
         tx.update.defaults = {k: v for k, v in numbers.items() if isinstance(v, float)}  # type: ignore[attr-defined]
@@ -120,7 +120,7 @@ def takes_schedules(factory: Callable[P, GradientTransformation]) -> Callable[P,
 
 
 def _injected(
-    factory: "_Factory", schedules: dict[str, Schedule], numbers: dict[str, Any], dtype: torch.dtype
+    factory: "_Factory", recipe: Recipe, schedules: dict[str, Schedule], numbers: dict[str, Any], dtype: torch.dtype
 ) -> GradientTransformation:
     def init(params: Params) -> InjectHyperparamsState:
         count = new_count()
@@ -136,7 +136,7 @@ def _injected(
         whole = started(factory(values), updates, state.inner_state, params, **extra)
         return then(whole, lambda out: (out[0], InjectHyperparamsState(state.count + 1, values, out[1])))
 
-    return made_in_rounds(factory.recipe((*schedules, *numbers)), init, start)
+    return made_in_rounds(recipe, init, start)
 
 
 def _scheduled(schedules: dict[str, Schedule], count: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -152,10 +152,11 @@ class _Factory:
         self._positional = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._shown = _arguments(bound)
 
-    def recipe(self, injected: Iterable[str]) -> Recipe:
+    def recipe(self, injected: Iterable[str], start: dict[str, Any]) -> Recipe:
+        """How the injection of these arguments was made; `start` replaces those of the transform as it was given."""
         name = getattr(self._factory, "__name__", type(self._factory).__name__)
         marks = {key: Hyperparameter(key) for key in injected}
-        return Recipe(f"inject_hyperparams({name})", (), self._shown, lambda: self(marks))
+        return Recipe(f"inject_hyperparams({name})", (), self._shown, lambda: self(marks), self(start))
 
     def __call__(self, values: dict[str, Any]) -> GradientTransformation:
         head = [values.get(name, arg) for name, arg in zip(self._positional, self._args, strict=False)]

@@ -180,13 +180,13 @@ def _stages(tx: Any, path: Path, owner: Stage | None) -> Iterator[Stage]:
     elif recipe.name == "named_chain":
         for name, inner in recipe.args:
             yield from _stages(inner, (*path, name), owner)
-    elif recipe.marked is not None and (inner := opened(recipe)) is not None:
+    elif recipe.marked is not None and (inner := _opened(recipe)) is not None:
         yield from _stages(inner, (*path, "inner_state"), Stage(recipe, path, owner))
     elif recipe.name != "identity":
         yield Stage(recipe, path, owner)
 
 
-def opened(recipe: Recipe) -> GradientTransformation | None:
+def _opened(recipe: Recipe) -> GradientTransformation | None:
     """The transform inside an injection, with marked arguments.
 
     None if its factory does more with a number than pass it on: a mark is none, and what then fails is the factory's.
@@ -264,9 +264,8 @@ def _decay(stage: Stage) -> tuple[Stage | None, Any]:
 
 def inner_of(recipe: Recipe) -> list[Any]:
     """The transforms that a recipe puts together; labels in the order in which dictionaries of state are walked."""
-    if recipe.marked is not None:
-        inner = opened(recipe)
-        return [] if inner is None else [inner]
+    if recipe.inner is not None:
+        return [recipe.inner]
     if recipe.name == "named_chain":
         return [tx for _, tx in sorted(recipe.args)]
     if recipe.name == "partition":

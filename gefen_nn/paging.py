@@ -113,7 +113,7 @@ def _stages(tx: GradientTransformation) -> Iterator[str]:
     """Names of the stages from left to right; before those of parts or masks stands what puts them together."""
     recipe = getattr(tx.update, "recipe", Recipe("unknown"))
     inner = [part for _, part in recipe.args] if recipe.name == "named_chain" else inner_of(recipe)
-    if not inner or (recipe.name not in ("chain", "named_chain") and recipe.marked is None):
+    if not inner or (recipe.name not in ("chain", "named_chain") and recipe.inner is None):
         yield recipe.name
     for part in inner:
         yield from _stages(part)

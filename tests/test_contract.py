@@ -5,8 +5,19 @@ import torch
 
 import gefen_fn
 import gefen_nn
-from gefen_fn import Factored, FlatBlocks, adamw, chain, clip_by_global_norm, describe, gefen, partition, stateless
-from gefen_fn.contract import LAYOUTS, Capabilities, all_of, claims, together
+from gefen_fn import (
+    Factored,
+    FlatBlocks,
+    adamw,
+    chain,
+    clip_by_global_norm,
+    describe,
+    gefen,
+    inject_hyperparams,
+    partition,
+    stateless,
+)
+from gefen_fn.contract import LAYOUTS, Capabilities, claims, of_parts, of_stages
 from gefen_nn import Gefen
 
 GOOD = {"name": "x", "layouts": ("rows",), "same_topology_exact": True, "resharding_exact": False}
@@ -34,7 +45,7 @@ def test_1_2_4_a_wrong_claim_fails_where_it_is_written_and_names_the_field(chang
 
 def test_3_a_part_of_another_type_is_refused():
     with pytest.raises(TypeError, match="parts"):
-        together("both", [WIDE, {"layouts": ("rows",)}])
+        of_parts("both", [WIDE, {"layouts": ("rows",)}])
 
 
 @pytest.mark.parametrize(
@@ -47,14 +58,14 @@ def test_5_6_a_hybrid_of_a_backup_alone_claims_what_the_backup_does(backup, layo
 
 
 def test_7_8_parts_claim_the_union_to_train_and_the_intersection_to_restore():
-    assert together("wide", [WIDE]) == WIDE
-    assert together("none", []).layouts == ("replicated",)
-    both = together("both", [NARROW, WIDE])
+    assert of_parts("wide", [WIDE]) == WIDE
+    assert of_parts("none", []).layouts == ("replicated",)
+    both = of_parts("both", [NARROW, WIDE])
     assert both.layouts == ("replicated", "rows") and not both.resharding_exact and both.refused == ("it cannot",)
 
 
 def test_stages_of_one_chain_claim_only_what_each_can_do():
-    assert all_of("chain", [NARROW, WIDE]).layouts == ("replicated",)
+    assert of_stages("chain", [NARROW, WIDE]).layouts == ("replicated",)
 
 
 def test_containers_are_copied():
@@ -75,6 +86,11 @@ EXPRESSIONS = {
     ),
     "one's own function": (chain(stateless(lambda u, p: u), gefen(1e-3)), ("replicated",), False),
     "adamw": (adamw(1e-3), LAYOUTS, True),
+    "a factory that computes with its number": (
+        inject_hyperparams(lambda rate: gefen(2.0 * rate, block=FlatBlocks(256)))(1e-3),
+        ("replicated",),
+        False,
+    ),
 }
 
 
