@@ -1,13 +1,16 @@
 """What workers run to compare what each of them holds with its part of one process's, and to count what syncs."""
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from gefen_fn import flatten_state
 from gefen_nn import Gefen
@@ -45,17 +48,36 @@ def of_one(tx: str) -> dict[str, Tensor]:
     return {**flatten_state(state), **{f"updates.{k}": u for k, u in updates.items()}}
 
 
-def accumulated(rank: int, sync: bool) -> tuple[int, Any]:
-    """Reduce-scatters of four micro-steps, each of which syncs or the last alone; parameters after the step."""
+def accumulated(rank: int, kind: str, sync: bool) -> tuple[int, Any]:
+    """What four micro-steps send, of which each syncs or the last alone; parameters after the step."""
     torch.manual_seed(0)
-    model: Any = Net()
-    fully_shard(model, mesh=mesh_of((2,)))
-    optimizer = Gefen(model.named_parameters(), lr=1e-2)
-    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-    with mock.patch.object(dist, name, wraps=getattr(dist, name)) as scatter:
+    net = Net()
+    model, sent = (_fully_sharded if kind == "fsdp2" else _replicated)(net)
+    optimizer = Gefen(net.named_parameters(), lr=1e-2)
+    with sent as count:
         for micro in range(4):
-            model.set_requires_gradient_sync(sync or micro == 3)
             x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * micro + rank))
-            (model(x).square().mean() / 4).backward()
+            with _syncing(model, sync or micro == 3):
+                (model(x).square().mean() / 4).backward()
     optimizer.step()
-    return scatter.call_count, {k: x for k, x in tensors(model, optimizer).items() if ": " not in k}
+    return count.call_count, {k: x for k, x in tensors(net, optimizer).items() if ": " not in k}
+
+
+def _fully_sharded(net: Net) -> tuple[Any, Any]:
+    """The model, and what counts its reduce-scatters."""
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    return fully_shard(net, mesh=mesh_of((2,))), mock.patch.object(dist, name, wraps=getattr(dist, name))
+
+
+def _replicated(net: Net) -> tuple[Any, Any]:
+    """The model, and what counts its all-reduces."""
+    model, hook = DistributedDataParallel(net), mock.Mock(wraps=default_hooks.allreduce_hook)
+    model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+    return model, nullcontext(hook)
+
+
+def _syncing(model: Any, sync: bool) -> Any:
+    if isinstance(model, DistributedDataParallel):
+        return nullcontext() if sync else model.no_sync()
+    model.set_requires_gradient_sync(sync)
+    return nullcontext()

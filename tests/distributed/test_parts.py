@@ -14,8 +14,9 @@ def test_every_member_holds_its_part_to_the_bit_of_codes_drawn_at_random_and_of_
     assert not any(answers)
 
 
-def test_micro_steps_that_do_not_sync_send_nothing_and_come_out_alike_d23(pools):
-    (often, expected), _ = pools(2).run(accumulated, True)
-    (once, got), _ = pools(2).run(accumulated, False)
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_micro_steps_that_do_not_sync_send_nothing_and_come_out_alike_d23(pools, kind):
+    (often, expected), _ = pools(2).run(accumulated, kind, True)
+    (once, got), _ = pools(2).run(accumulated, kind, False)
     assert often == 4 * once > 0
     assert all(torch.allclose(got[k], x, rtol=1e-3, atol=1e-5) for k, x in expected.items())
