@@ -32,9 +32,11 @@ SCOPES: dict[tuple[int, ...], Scope] = {}
 
 
 def scope_of(members: tuple[int, ...]) -> Scope:
-    """The scope of some workers, made once."""
-    if members not in SCOPES:
-        SCOPES[members] = Scope("replicas", members, dist.new_group(list(members), use_local_synchronization=True))
+    """The scope of a pair of workers; every worker of the pool asks for its own at the same time, at the first call."""
+    if not SCOPES:
+        pairs = [(n, n + 1) for n in range(0, dist.get_world_size(), 2)]
+        groups = {pair: dist.new_group(list(pair)) for pair in pairs}
+        SCOPES.update({pair: Scope("replicas", pair, groups[pair]) for pair in pairs if dist.get_rank() in pair})
     return SCOPES[members]
 
 
