@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -42,6 +43,11 @@ class FlatBlocks:
 
 
 Blocks = int | Tree | FlatBlocks
+
+
+def lengths_in(block: Blocks) -> Any:
+    """The length or tree of lengths, whatever the blocks run over."""
+    return block.tree if isinstance(block, FlatBlocks) else block
 
 
 @dataclass(frozen=True)
@@ -167,7 +173,7 @@ def layout_list(block: Blocks, tree: Tree) -> list[LeafLayout | None]:
     """`layouts` as a list over the leaves, which a compiled graph can build."""
     check_leaves(tree)
     flat, leaves = isinstance(block, FlatBlocks), tree_leaves(tree)
-    given = block.tree if isinstance(block, FlatBlocks) else block
+    given = lengths_in(block)
     lengths = [given] * len(leaves) if isinstance(given, (int, float)) else tree_parts(tree, given)
     pairs = zip(leaves, lengths, strict=True)
     return [None if x is None else leaf_layout(piece_of(x), length, flat=flat) for x, length in pairs]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gefen_fn import agree
 from gefen_fn.base import Params, Updates
-from gefen_fn.blocks import Blocks, FlatBlocks, LeafLayout, check_block
+from gefen_fn.blocks import Blocks, LeafLayout, check_block, lengths_in
 from gefen_fn.calibrate import learn_once
 from gefen_fn.quantize import Quantized, quantized_zeros, requantize, tie_rule
 from gefen_fn.scalar import check_choice
@@ -30,7 +30,7 @@ def check_codebook(codebook: str | Tensor | Scope) -> reference.Ties:
 
 def check_blocks(block: Blocks) -> None:
     """Raise `ValueError` for a block length that is wrong whatever the leaves; a tree of them is checked by `init`."""
-    length = block.tree if isinstance(block, FlatBlocks) else block
+    length = lengths_in(block)
     if isinstance(length, (int, float)):
         check_block(length)
 

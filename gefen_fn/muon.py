@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import EmptyState, GradientTransformation, Params, Recipe, Updates, Waits, made_in_rounds
-from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout
+from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, lengths_in
 from gefen_fn.exchange import Later, begun, then, together
 from gefen_fn.first_moment import (
     check_blocks,
@@ -36,6 +36,7 @@ from gefen_fn.scalar import (
     rounded,
 )
 from gefen_fn.scale import counts
+from gefen_fn.scope import Scope
 from gefen_fn.shards import Piece, like_piece, local, piece_of, placed, zeros_placed
 from gefen_fn.spec import Matrices, Spec, matrices
 from gefen_fn.tree import (
@@ -90,7 +91,7 @@ class _Rule(NamedTuple):
     normuon: bool | str
     spec: Spec
     block: Blocks
-    codebook: str | Tensor
+    codebook: str | Tensor | Scope
     convention: str
     sharded: str
     ties: reference.Ties
@@ -112,7 +113,7 @@ def scale_by_muon(
     normuon: bool | str = False,
     spec: Spec = None,
     block: Blocks = DEFAULT_BLOCK,
-    codebook: str | Tensor = "learned",
+    codebook: str | Tensor | Scope = "learned",
     convention: str = "ema",
     sharded: str = "auto",
 ) -> GradientTransformation:
@@ -136,7 +137,7 @@ def scale_by_muon(
             function of params.
         block: entries per block of the codes: an int, a tree of ints, or `FlatBlocks`.
         codebook: `"learned"`: from the first gradients with a non-zero quantized entry, which reads the host;
-            `"fixed"`: the default codebook; or an fp32 tensor `[256]`.
+            `"fixed"`: the default codebook; an fp32 tensor `[256]`; or a `Scope` that learns one together.
         convention: of the momentum: `"ema"` as above and in torch.optim.Muon, `"sum"`: `m = momentum m + g`, or
             `"nadam"`: the average with its bias corrected, looking ahead as NAdam (Dozat 2016).
         sharded: what becomes of matrices cut by shards: `"exact"`: every member makes each of them orthogonal;
@@ -208,7 +209,7 @@ def _start(rule: _Rule, updates: Updates, state: ScaleByMuonState, params: Param
 
 def block_lengths(block: Blocks, tree: Tree) -> list[Any]:
     """The block length of each leaf, from the argument of `scale_by_muon`."""
-    return _per_leaf(block.tree if isinstance(block, FlatBlocks) else block, tree)
+    return _per_leaf(lengths_in(block), tree)
 
 
 def _per_leaf(value: Any, tree: Tree) -> list[Any]:

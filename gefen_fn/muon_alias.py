@@ -52,7 +52,7 @@ def muon(
         mask: which leaves decay: a tree of bool, or a function of params that returns one.
         eps: least Frobenius norm that a matrix is divided by.
         block: entries per scale of the codes: an int, a tree of int, or `FlatBlocks(tree)`.
-        codebook: `"learned"`, `"fixed"`, or a tensor of levels.
+        codebook: `"learned"`, `"fixed"`, a tensor of levels, or a `Scope` that learns one together.
         convention: of the momentum, `"ema"`, `"sum"` or `"nadam"`.
         sharded: what becomes of matrices cut by shards, see `scale_by_muon`.
 
@@ -130,7 +130,7 @@ def gefen_muon(
         second_moment: of Gefen.
         b2_warmup: of Gefen.
         block: of every quantized moment.
-        codebook: of each part: `"learned"`, `"fixed"`, or a tensor of levels.
+        codebook: of each part: `"learned"`, `"fixed"`, a tensor of levels, or a `Scope`.
         drive: of Gefen.
         sharded: of `muon`.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn import agree
-from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, check_block, layout_list, layouts
+from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, LeafLayout, check_block, layout_list, layouts, lengths_in
 from gefen_fn.shards import like_piece, local, zeros_placed
 from gefen_fn.tree import StructureError, Tree, broadcast, check_leaves, tree_leaves, tree_map
 from gefen_kernels import reference
@@ -121,7 +121,7 @@ def requantize(q: Tree, old: Tensor, new: Tensor, *, block: Blocks = DEFAULT_BLO
 
 def _map_quantized(f: Callable[[Quantized, int], Any], q: Tree, block: Blocks) -> Tree:
     """Map `f(quantized, block length)` over the `Quantized` of a tree; other leaves pass."""
-    lengths = broadcast(block.tree if isinstance(block, FlatBlocks) else block, q, _is_quantized)
+    lengths = broadcast(lengths_in(block), q, _is_quantized)
 
     def leaf(x: Any, length: Any) -> Any:
         if not isinstance(x, Quantized):

@@ -227,11 +227,11 @@ def _checked(shape: Sequence[int], axes: MatrixAxes | None) -> Matrices:
 _known = functools.lru_cache(maxsize=4096)(_checked)
 
 
-def check_rule(rule: Any) -> None:
-    """Raise `ValueError` unless `rule` names a scale of the learning rate."""
+def check_rule(rule: Any, name: str = "adjust") -> None:
+    """Raise `ValueError` unless `rule`, given as the argument `name`, names a scale of the learning rate."""
     if rule not in (None, *_RULES):
         raise ValueError(
-            f"`adjust` must be None or one of {', '.join(map(repr, _RULES))}: got {rule!r}. "
+            f"`{name}` must be None or one of {', '.join(map(repr, _RULES))}: got {rule!r}. "
             "Use 'match_rms_adamw' with learning rates of AdamW, 'original' with those of Muon."
         )
 

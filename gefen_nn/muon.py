@@ -11,15 +11,14 @@ from gefen_fn.muon_alias import gefen_muon, muon
 from gefen_fn.routing import MUON
 from gefen_fn.scalar import check_choice, check_int
 from gefen_fn.scale import scale
+from gefen_fn.scope import Scope
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
-from gefen_fn.spec import Spec
+from gefen_fn.spec import Spec, check_rule
 from gefen_nn import groups
 from gefen_nn.presets import Preset
 from gefen_nn.route import Choice, Routing, Rules, check_used, choose, chosen_by, routing
 
 _STANDARD = (3.4445, -4.775, 2.0315)
-_MODES = ("auto", "distributed", "exact", "blockwise")
-_SCALES = (None, "original", "match_rms_adamw", "none")
 
 
 class Muon(Preset):
@@ -45,7 +44,7 @@ class Muon(Preset):
             `gefen_fn.scale_by_muon`.
         spec: which axes are the matrix: a `MatrixAxes`, a tree of those by name, or a function of such params.
         block: entries per scale: an int, a tree of ints, or `FlatBlocks`.
-        codebook: "learned", "fixed" or a tensor.
+        codebook: "learned", "fixed", a tensor, or a `Scope` of processes that learn one together.
         maximize: ascend instead.
         fused: False keeps to the pure path; otherwise a back end steps in place where there is one.
         error_if_nonfinite: raise before anything changes if a gradient is not finite; costs a host read per step.
@@ -77,13 +76,12 @@ class Muon(Preset):
         sharded: str = "auto",
         spec: Spec = None,
         block: Any = 256,
-        codebook: str | Tensor = "learned",
+        codebook: str | Tensor | Scope = "learned",
         maximize: bool = False,
         fused: bool | None = None,
         error_if_nonfinite: bool = False,
     ) -> None:
-        check_choice("sharded", sharded, _MODES)
-        check_choice("adjust_lr_fn", adjust_lr_fn, _SCALES)
+        check_rule(adjust_lr_fn, "adjust_lr_fn")
         self.error_if_nonfinite = error_if_nonfinite
         self.block = block if isinstance(block, int) else 0
         self._start = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
@@ -150,7 +148,7 @@ class GefenMuon(Preset):
         second_moment: see there.
         b2_warmup: see there.
         block: entries per scale of every quantized moment: an int, or `FlatBlocks`.
-        codebook: of each part: "learned", "fixed" or a tensor.
+        codebook: of each part: "learned", "fixed", a tensor, or a `Scope`, as of `Muon`.
         rules: what you want otherwise than `route` does, see there; a dict or a function.
         require_muon: refuse a model of which no parameter is Muon's.
         sharded: as of `Muon`, like the next three.
@@ -192,7 +190,7 @@ class GefenMuon(Preset):
         second_moment: Any = DEFAULT_SECOND_MOMENT,
         b2_warmup: float | None = 0.9,
         block: Any = 256,
-        codebook: str | Tensor = "learned",
+        codebook: str | Tensor | Scope = "learned",
         rules: Rules | None = None,
         require_muon: bool = True,
         sharded: str = "auto",
@@ -200,8 +198,7 @@ class GefenMuon(Preset):
         fused: bool | None = None,
         error_if_nonfinite: bool = False,
     ) -> None:
-        check_choice("sharded", sharded, _MODES)
-        check_choice("adjust_lr_fn", adjust_lr_fn, _SCALES)
+        check_rule(adjust_lr_fn, "adjust_lr_fn")
         check_choice("backup", backup, ("gefen", "adamw"))
         given, module = _groups(model), model if isinstance(model, nn.Module) else None
         named = [pair for group in given for pair in group["params"]]

@@ -11,6 +11,7 @@ from gefen_fn.combine import chain
 from gefen_fn.inject import inject_hyperparams
 from gefen_fn.rounding import stochastic_rounding
 from gefen_fn.scale import scale
+from gefen_fn.scope import Scope
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
 from gefen_nn import groups
 from gefen_nn.optimizer import TransformOptimizer
@@ -35,6 +36,7 @@ class Preset(TransformOptimizer):
         capturable: bool = False,
     ) -> None:
         """Check the numbers that groups start from, and run `rule` of them; the arguments are kept before."""
+        rule()  # refuses what is fixed for its own sake, and not as a group's value
         groups.check_values(lambda values: rule(**values), self._start, self.keys, read=True)
         values = {name: float(x) for name, x in groups.read_values(self._start, self.keys).items()}
         super().__init__(params, inject_hyperparams(rule)(**values), fused=fused, capturable=capturable)
@@ -67,7 +69,7 @@ class Gefen(Preset):
         second_moment: `Factored`, `Block` or `Dense`.
         b2_warmup: exponent of the second moment's warm-up, None for a constant `b2`.
         block: entries per scale: an int, a tree of ints, or `FlatBlocks`.
-        codebook: "learned", "fixed" or a tensor.
+        codebook: "learned", "fixed", a tensor, or a `Scope` of processes that learn one together.
         stochastic_rounding: round bf16 parameters up or down at random, by distance: small steps arrive on average.
         deterministic: accepted, being always so: from one state and gradients a step has the same bits in every run,
             on every replica, on any number of threads and, but for the codebook, beside any other parameters.
@@ -101,7 +103,7 @@ class Gefen(Preset):
         second_moment: Any = DEFAULT_SECOND_MOMENT,
         b2_warmup: float | None = 0.9,
         block: Any = 256,
-        codebook: str | Tensor = "learned",
+        codebook: str | Tensor | Scope = "learned",
         stochastic_rounding: bool = False,
         deterministic: bool = False,
         error_if_nonfinite: bool = False,

@@ -382,6 +382,8 @@ REFUSED = {
     "no parameters": (lambda: GefenMuon([]), ValueError, "empty parameter list"),
     "a backup": (lambda: GefenMuon(net(), backup="sgd"), ValueError, "`backup`.*got 'sgd'"),
     "a scale": (lambda: Muon([torch.zeros(64, 64)], adjust_lr_fn="rms"), ValueError, "`adjust_lr_fn`.*got 'rms'"),
+    "an eps": (lambda: Muon([torch.zeros(64, 64)], eps=-1.0), ValueError, "^0 <= eps"),
+    "a mode": (lambda: GefenMuon(net(), sharded="full"), ValueError, "^`sharded`"),
     "a vector": (lambda: Muon([("b", nn.Parameter(torch.zeros(64)))]), ValueError, "leaf `b`.*fewer than 2 axes"),
     "iterations": (lambda: Muon([torch.zeros(64, 64)], ns_steps=0), ValueError, "`ns_steps`"),
     "steps of a name": (
