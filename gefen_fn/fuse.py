@@ -108,7 +108,7 @@ class Step:
             extra["global_norm"] = _norm(plan, leaves) if summed else norm_by(_squares_of, given)
         factor = _clip_factor(program.clip, extra.get("global_norm"), state)
         new = _learned(unlearned, plan, given, state, factor)
-        asked = [asked_of(program, launch, leaves, grads, new, factor) for launch in plan.launches]
+        asked = [asked_of(launch, leaves, grads, new, factor) for launch in plan.launches]
         left = [None if i in plan.fused else g for i, g in enumerate(given)]
         is_all = program.whole and all(g is None for g in left)
         if not is_all:

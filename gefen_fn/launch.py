@@ -17,12 +17,7 @@ from gefen_fn.step_values import draws_of, scalars_of
 
 
 def asked_of(
-    program: Program,
-    launch: Launch | MuonLaunch,
-    leaves: Sequence[Any],
-    grads: Updates,
-    state: OptState,
-    factor: Tensor | None,
+    launch: Launch | MuonLaunch, leaves: Sequence[Any], grads: Updates, state: OptState, factor: Tensor | None
 ) -> Any:
     """What a launch needs before it is prepared: its scalars, and for cut tiles a `Later` with their column means."""
     if isinstance(launch, MuonLaunch):

@@ -14,7 +14,7 @@ class Kept:
     Attributes:
         state: the transform's.
         seen: what it was made for, by parameter.
-        skipped: whether the last step found no gradient.
+        skipped: whether the last step found no gradient, or left one that overflowed out.
         half_done: what failed while it wrote, and left neither the old nor the new; empty if nothing did.
         along: what a load is to write together with its own; None for nothing.
     """

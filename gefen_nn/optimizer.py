@@ -112,7 +112,7 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step found no gradient."""
+        """Whether the last step found no gradient, or an overflow that a scaler reported."""
         return self._kept.skipped
 
     def slots(self, also: Collection[str] = ()) -> list[state_view.Slot]:

@@ -22,8 +22,7 @@ from gefen_fn.shards import Peers, Piece
 from gefen_fn.spec import default_axes, matrices_of
 from gefen_kernels import reference
 from gefen_nn.model_shapes import Cut, Model, cut_of
-
-VOTE_BYTES = 64
+from gefen_nn.vote import record_bytes
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def simulate(model: Model, world: int, *, muon: bool = False, expert_parallel: i
     most = _Held(*(max(column) for column in zip(*held, strict=True)))
     if world == 1:
         return Report(world, alone.entries, alone.state, *alone[:2], 0, 0, 0)
-    vote = VOTE_BYTES + -(-sum(leaf.copies for leaf in model.values()) // 8) * 2
+    vote = record_bytes(sum(leaf.copies for leaf in model.values()))
     return Report(world, alone.entries, alone.state, *most[:3], vote, 1 + most.exchanges)
 
 

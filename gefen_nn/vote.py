@@ -42,6 +42,11 @@ _HEAD = np.dtype(
 )
 
 
+def record_bytes(parameters: int) -> int:
+    """The size of one member's record."""
+    return _HEAD.itemsize + 2 * -(-parameters // 8)
+
+
 class Scaler(NamedTuple):
     """What a gradient scaler left on the optimizer, as torch.amp.GradScaler leaves `grad_scale` and `found_inf`.
 
