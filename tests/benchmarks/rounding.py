@@ -74,6 +74,7 @@ def losses(steps: tuple[int, int], seed: int, lr: float) -> dict[str, float]:
     train, held_out = exchanged(text.train), batch_at(exchanged(text.validation), 0, seed=0, batch=256, context=64)
     found = {"before": start}
     found.update({name: tuned(name, start, model, train, steps[1], seed, lr) for name in ARMS})
+    found["fp32, rounded to bf16 at the end"] = {k: w.bfloat16().float() for k, w in found["fp32"].items()}
     with torch.no_grad():
         return {name: loss_of(model, weights, held_out).item() for name, weights in found.items()}
 
