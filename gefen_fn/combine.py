@@ -17,7 +17,7 @@ from gefen_fn.base import (
     made_in_rounds,
     started,
 )
-from gefen_fn.exchange import then, together
+from gefen_fn.exchange import at_once, then
 from gefen_fn.scalar import check_state
 from gefen_fn.tree import (
     StructureError,
@@ -103,7 +103,7 @@ def _onward(
         return updates, new
     shown = _abreast([mask for _, mask, _ in stages[n:]], updates, params)
     known = extra if n <= reach else without_norm(extra)
-    outs = together([started(tx, updates, s, params, **known) for tx, _, s in stages[n : n + max(1, len(shown))]])
+    outs = at_once([started(tx, updates, s, params, **known) for tx, _, s in stages[n : n + max(1, len(shown))]])
     return then(
         outs,
         lambda outs: _onward(
@@ -302,6 +302,6 @@ def partition(transforms: Mapping[Hashable, GradientTransformation], param_label
             states = PartitionState({label: inner for label, (_, inner) in zip(known, outs, strict=True)})
             return _merge(updates, picks, *(out for out, _ in outs)), states
 
-        return then(together(parts), merged)
+        return then(at_once(parts), merged)
 
     return made_in_rounds(Recipe("partition", (dict(transforms), param_labels)), init, start)

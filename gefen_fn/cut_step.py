@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gefen_fn.blocks import LeafLayout
 from gefen_fn.cut_tiles import Edge, finish_columns, strips_of
-from gefen_fn.exchange import Later, Talk, begun, together
+from gefen_fn.exchange import Later, Talk, at_once, begun
 from gefen_fn.shards import Piece
 from gefen_fn.tiles import Tiles
 from gefen_kernels.step import SCALARS, Leaf
@@ -185,7 +185,7 @@ def asked_means(
     sums = iter(module.run_sums(cuts.sums, flat, None if factor is None else factor.to(torch.float32)))
     talks = [group.asked([next(sums) for _ in group.numbers], table) for group in cuts.groups]
     each = zip(cuts.groups, talks, strict=True)
-    return together([begun(talk, tuple(places[n] for n in group.numbers)) for group, talk in each])
+    return at_once([begun(talk, tuple(places[n] for n in group.numbers)) for group, talk in each])
 
 
 def lay_out(

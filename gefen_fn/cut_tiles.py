@@ -54,7 +54,7 @@ class _Cut(NamedTuple):
         """The subtrees of the rows held here, each with its first row among these and its rows."""
         first, last = self.parts[self.own]
         begin = self.top - first
-        return {(level, i): (begin + (i << level), 1 << level) for level, i in subtrees(first, last)}
+        return {(level, i): (begin + (i << level), 1 << level) for level, i in _subtrees(first, last)}
 
     @property
     def others(self) -> list[int]:
@@ -101,8 +101,8 @@ def finish_columns(
     stored = []
     for cut, own in zip(cuts, partial, strict=True):
         nodes = {node: _rows(x, cut.slots[cut.own]) for node, x in own.items()}
-        nodes.update({node: next(came[m]) for m in cut.others for node in subtrees(*cut.parts[m])})
-        mean = finish(nodes, cut.height)
+        nodes.update({node: next(came[m]) for m in cut.others for node in _subtrees(*cut.parts[m])})
+        mean = _total(nodes, cut.height)
         old = col[..., cut.top : cut.top + mean.shape[-2], :]
         stored.append(average(old, mean / lengths((cut.height,), mean)))
         _send_means(back, cut, stored[-1], lead, tiles.slots)
@@ -146,7 +146,7 @@ def _send_sums(parcel: Parcel, cut: _Cut, sums: dict[Node, Tensor], lead: torch.
     low, high = cut.slots[cut.own]
     for m in cut.others:
         parcel.send[m] += [_rows(x, cut.slots[m]) for x in sums.values()]
-        parcel.expect[m] += [((*lead, high - low, width), torch.float32)] * len(subtrees(*cut.parts[m]))
+        parcel.expect[m] += [((*lead, high - low, width), torch.float32)] * len(_subtrees(*cut.parts[m]))
 
 
 def _send_means(parcel: Parcel, cut: _Cut, own: Tensor, lead: torch.Size, width: int) -> None:
@@ -161,7 +161,7 @@ def _rows(x: Tensor, at: Range) -> Tensor:
     return x[..., at[0] : at[1], :]
 
 
-def subtrees(first: int, last: int) -> list[Node]:
+def _subtrees(first: int, last: int) -> list[Node]:
     """The maximal complete subtrees `(level, index)` that cover rows `first .. last - 1` of a binary tree, sorted."""
     out: list[Node] = []
     level = 0
@@ -176,7 +176,7 @@ def subtrees(first: int, last: int) -> list[Node]:
     return sorted(out)
 
 
-def finish(nodes: dict[Node, Tensor], rows: int) -> Tensor:
+def _total(nodes: dict[Node, Tensor], rows: int) -> Tensor:
     """The sum over `rows` rows from those of subtrees that cover them; a subtree without rows counts nothing."""
     for level in range((rows - 1).bit_length()):
         for index in sorted({i >> 1 for at, i in nodes if at == level}):

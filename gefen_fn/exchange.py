@@ -1,8 +1,9 @@
 """Exchanges between the members of process groups: all that a step sends at one time goes in one all-to-all.
 
 What needs other members is not sent where it arises. It is a `Later`: parcels, and what is done with the answers. The
-Laters of leaves, of the parts of a partition and of a step in place are put `together` into one, and `finish` answers
-its parcels round by round, by one all-to-all for each group. What needs nobody is its plain result, in the same places.
+Laters of leaves, of the parts of a partition and of a step in place become one that does them `at_once`, and `finish`
+answers its parcels round by round, by one all-to-all for each group. What needs nobody is its plain result, in the same
+places.
 
 A leaf's share is written as a `Talk`, a generator that yields a `Parcel` and is sent what came for it; `begun` makes it
 a Later. A round answers what waits at that time, so all members of a group go through the same talks in the same order,
@@ -95,7 +96,7 @@ def then(x: Result | Later[Result], f: Callable[[Result], Other | Later[Other]])
     return f(x)
 
 
-def together(xs: Sequence[Result | Later[Result]]) -> list[Result] | Later[list[Result]]:
+def at_once(xs: Sequence[Result | Later[Result]]) -> list[Result] | Later[list[Result]]:
     """All of `xs` side by side: what waits of them is exchanged in the same rounds.
 
     Args:
@@ -107,7 +108,7 @@ def together(xs: Sequence[Result | Later[Result]]) -> list[Result] | Later[list[
 
     def resume(answers: Sequence[Answer]) -> list[Result] | Later[list[Result]]:
         came = iter(answers)
-        return together([x.resume([next(came) for _ in x.parcels]) if isinstance(x, Later) else x for x in xs])
+        return at_once([x.resume([next(came) for _ in x.parcels]) if isinstance(x, Later) else x for x in xs])
 
     return Later([parcel for x in waiting for parcel in x.parcels], resume)
 

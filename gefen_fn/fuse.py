@@ -22,7 +22,7 @@ from gefen_fn.base import GradientTransformation, OptState, Params, Updates, sta
 from gefen_fn.calibrate import check_can_learn, learn_from
 from gefen_fn.clip import clip_factor, first_column_axis, norm_by, squares_here
 from gefen_fn.combine import chain, without_norm
-from gefen_fn.exchange import finish, together
+from gefen_fn.exchange import at_once, finish
 from gefen_fn.gefen import ScaleByGefenState
 from gefen_fn.launch import asked_of, prepared
 from gefen_fn.muon import ScaleByMuonState
@@ -113,7 +113,7 @@ class Step:
         is_all = program.whole and all(g is None for g in left)
         if not is_all:
             asked.append(started(self._tx, tree_unflatten(tree_structure(grads), left), new, params, **extra))
-        got = finish(together(asked))
+        got = finish(at_once(asked))
         pairs = zip(plan.launches, got, strict=is_all)
         runs = [prepared(program, launch, leaves, grads, new, factor, own, summed=summed) for launch, own in pairs]
         changes = changes_of(program, new) if is_all else []

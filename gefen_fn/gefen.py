@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gefen_fn.base import GradientTransformation, Params, Recipe, Updates, Waits, made_in_rounds
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, LeafLayout, layout_list, layouts
-from gefen_fn.exchange import Later, begun, then, together
+from gefen_fn.exchange import Later, at_once, begun, then
 from gefen_fn.first_moment import (
     check_blocks,
     check_codebook,
@@ -224,7 +224,7 @@ def _gathered(
     b2 = tree_parts(updates, broadcast(rule.b2, updates))
     warmup = [None] * len(b2) if rule.b2_warmup is None else tree_parts(updates, broadcast(rule.b2_warmup, updates))
     rows = zip(tree_leaves(updates), layout, count, nu, b2, warmup, strict=True)
-    return together([_gathered_leaf(rule, place, *row) for place, row in enumerate(rows)])
+    return at_once([_gathered_leaf(rule, place, *row) for place, row in enumerate(rows)])
 
 
 def _gathered_leaf(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gefen_fn.base import EmptyState, GradientTransformation, Params, Recipe, Updates, Waits, made_in_rounds
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, FlatBlocks, LeafLayout, lengths_in
-from gefen_fn.exchange import Later, begun, then, together
+from gefen_fn.exchange import Later, at_once, begun, then
 from gefen_fn.first_moment import (
     check_blocks,
     check_codebook,
@@ -305,7 +305,7 @@ def _done(
     if rule.sharded == "blockwise" or not any(own and own[0].axes for own in pieces):
         return with_others([])
     own_talks = talks(jobs, pieces, rule.sharded, torch.bfloat16, partial(_worked, rule))
-    return then(together([begun(talk) for talk in own_talks]), with_others)
+    return then(at_once([begun(talk) for talk in own_talks]), with_others)
 
 
 def _here(job: Job) -> Job:

@@ -37,10 +37,10 @@ class Done(NamedTuple):
     nu: Tensor | None
 
 
-Work = Callable[[Sequence[Job]], list[Done]]
+_Worker = Callable[[Sequence[Job]], list[Done]]
 
 
-class Part(NamedTuple):
+class _Scattered(NamedTuple):
     """A tensor of which each peer holds a part.
 
     Attributes:
@@ -58,7 +58,7 @@ class Part(NamedTuple):
     back: torch.dtype
 
     @classmethod
-    def of(cls, x: Tensor, piece: Piece, axes: frozenset[int], out: torch.dtype, back: torch.dtype) -> Part:
+    def of(cls, x: Tensor, piece: Piece, axes: frozenset[int], out: torch.dtype, back: torch.dtype) -> _Scattered:
         """The parts of `x` along some axes; along the others it stays as it is held here."""
         peers = piece.peers(axes)
         assert peers is not None  # asked of leaves that are cut
@@ -82,26 +82,26 @@ class Part(NamedTuple):
 
 
 class _Leaf(NamedTuple):
-    """A leaf whose matrices are cut: its job, the parts of its tensors, and who makes it orthogonal."""
+    """A leaf whose matrices are cut: its job, its tensors, and who makes it orthogonal."""
 
     job: Job
-    parts: list[Part]
+    tensors: list[_Scattered]
     owners: tuple[int, ...]
 
     @property
     def peers(self) -> list[int]:
         """The members that hold it between them."""
-        return list(self.parts[0].slices)
+        return list(self.tensors[0].slices)
 
     @property
     def cost(self) -> int:
         """Of the products of its matrices, up to a factor."""
-        numel, rows = torch.Size(self.parts[0].shape).numel(), sum(self.job.seen.split)
+        numel, rows = torch.Size(self.tensors[0].shape).numel(), sum(self.job.seen.split)
         return sum(min(size) * numel * size[0] // max(rows, 1) for size in self.job.seen.sizes)
 
 
 def talks(
-    jobs: Sequence[Job | None], pieces: Sequence[Sequence[Piece]], mode: str, dtype: torch.dtype, work: Work
+    jobs: Sequence[Job | None], pieces: Sequence[Sequence[Piece]], mode: str, dtype: torch.dtype, work: _Worker
 ) -> list[Talk[dict[int, Done]]]:
     """One talk for each group whose members hold leaves that are cut inside their matrices.
 
@@ -120,11 +120,11 @@ def talks(
         if job is None or not is_cut(job.seen, own[0]):
             continue
         axes = _matrix_axes(job.seen)
-        parts = [Part.of(job.x, own[0], axes, dtype, dtype if job.nu is None else torch.float32)]
+        tensors = [_Scattered.of(job.x, own[0], axes, dtype, dtype if job.nu is None else torch.float32)]
         if job.nu is not None:
-            parts.append(Part.of(job.nu, own[1], axes, torch.float32, torch.float32))
+            tensors.append(_Scattered.of(job.nu, own[1], axes, torch.float32, torch.float32))
         peers = own[0].peers(axes)
-        groups.setdefault((peers.group, peers.own), {})[n] = _Leaf(job, parts, ())  # type: ignore[union-attr]  # it is cut
+        groups.setdefault((peers.group, peers.own), {})[n] = _Leaf(job, tensors, ())  # type: ignore[union-attr]  # it is cut
     return [_meeting(group, me, _owned(leaves, mode), work) for (group, me), leaves in groups.items()]
 
 
@@ -149,7 +149,7 @@ def _owned(leaves: dict[int, _Leaf], mode: str) -> dict[int, _Leaf]:
     return {n: leaf._replace(owners=(owner[n],)) for n, leaf in leaves.items()}
 
 
-def _meeting(group: Any, me: int, leaves: dict[int, _Leaf], work: Work) -> Talk[dict[int, Done]]:
+def _meeting(group: Any, me: int, leaves: dict[int, _Leaf], work: _Worker) -> Talk[dict[int, Done]]:
     """Out go the parts to the owners, back come the parts of what they made of the whole."""
     device = next(iter(leaves.values())).job.x.device
     out, back = Parcel(group, device), Parcel(group, device)
@@ -167,37 +167,37 @@ def _meeting(group: Any, me: int, leaves: dict[int, _Leaf], work: Work) -> Talk[
 def _send_out(parcel: Parcel, leaf: _Leaf, me: int) -> None:
     for owner in leaf.owners:
         if owner != me:
-            parcel.send[owner] += [part.x.to(part.out) for part in leaf.parts]
+            parcel.send[owner] += [own.x.to(own.out) for own in leaf.tensors]
     if me in leaf.owners:
         for m in leaf.peers:
             if m != me:
-                parcel.expect[m] += [(part.shape_at(m), part.out) for part in leaf.parts]
+                parcel.expect[m] += [(own.shape_at(m), own.out) for own in leaf.tensors]
 
 
 def _whole(leaf: _Leaf, me: int, came: Answer) -> Job:
     """The job of an owner."""
-    x, *nu = (part.assembled(me, came) for part in leaf.parts)
+    x, *nu = (own.assembled(me, came) for own in leaf.tensors)
     return Job(x, replace(leaf.job.seen, shape=tuple(x.shape)), nu[0] if nu else None, leaf.job.t)
 
 
 def _send_back(parcel: Parcel, leaf: _Leaf, me: int, done: Done | None) -> None:
     """Nothing, where every member is an owner."""
     if done is None:
-        parcel.expect[leaf.owners[0]] += [(part.shape_at(me), part.back) for part in leaf.parts]
+        parcel.expect[leaf.owners[0]] += [(own.shape_at(me), own.back) for own in leaf.tensors]
         return
     for m in leaf.peers:
         if m not in leaf.owners:
-            parcel.send[m] += [x[part.slices[m]].to(part.back) for x, part in _pairs(leaf, done)]
+            parcel.send[m] += [x[own.slices[m]].to(own.back) for x, own in _pairs(leaf, done)]
 
 
-def _pairs(leaf: _Leaf, done: Done) -> list[tuple[Tensor, Part]]:
-    return [(x, part) for x, part in zip(done, leaf.parts, strict=False) if x is not None]
+def _pairs(leaf: _Leaf, done: Done) -> list[tuple[Tensor, _Scattered]]:
+    return [(x, own) for x, own in zip(done, leaf.tensors, strict=False) if x is not None]
 
 
 def _held(leaf: _Leaf, me: int, done: Done | None, came: Answer) -> Done:
     """What is held here of a result, fp32."""
     if done is not None:
-        x, *nu = (x[part.slices[me]] for x, part in _pairs(leaf, done))
+        x, *nu = (x[own.slices[me]] for x, own in _pairs(leaf, done))
     else:
-        x, *nu = (next(came[leaf.owners[0]]).float() for _ in leaf.parts)
+        x, *nu = (next(came[leaf.owners[0]]).float() for _ in leaf.tensors)
     return Done(x, nu[0] if nu else None)

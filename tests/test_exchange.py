@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gefen_fn import exchange
-from gefen_fn.exchange import Later, Parcel, begun, finish, then, together
+from gefen_fn.exchange import Later, Parcel, at_once, begun, finish, then
 
 
 def talk(name, rounds):
@@ -24,19 +24,19 @@ def answered(x):
 
 
 SIDE = {
-    "nothing waits": (lambda: together(["here", begun(talk("a", 0))]), [], ["here", []]),
+    "nothing waits": (lambda: at_once(["here", begun(talk("a", 0))]), [], ["here", []]),
     "two of other lengths": (
-        lambda: together([begun(talk("a", 2)), "here", begun(talk("b", 1))]),
+        lambda: at_once([begun(talk("a", 2)), "here", begun(talk("b", 1))]),
         [["a", "b"], ["a"]],
         [["a1", "a2"], "here", ["b1"]],
     ),
     "groups of groups": (
-        lambda: together([together([begun(talk("a", 1)), begun(talk("b", 2))]), begun(talk("c", 2))]),
+        lambda: at_once([at_once([begun(talk("a", 1)), begun(talk("b", 2))]), begun(talk("c", 2))]),
         [["a", "b", "c"], ["b", "c"]],
         [[["a1"], ["b1", "b2"]], ["c1", "c2"]],
     ),
     "one after the other beside one": (
-        lambda: together(
+        lambda: at_once(
             [then(begun(talk("a", 1)), lambda x: then(begun(talk("b", 1)), lambda y: x + y)), begun(talk("c", 1))]
         ),
         [["a", "c"], ["b"]],
@@ -51,7 +51,7 @@ def test_what_waits_side_by_side_takes_the_same_rounds(make, rounds, result):
 
 
 def test_what_waits_for_nobody_is_there_at_once():
-    assert finish(then(together([1, 2]), sum)) == 3
+    assert finish(then(at_once([1, 2]), sum)) == 3
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["as they lie", "the other way round"])
@@ -59,7 +59,7 @@ def test_groups_are_asked_in_the_order_of_their_leaves_whatever_is_put_together_
     asked = []
     monkeypatch.setattr(exchange, "_swap", lambda parcels: asked.append(parcels[0].group) or [{}] * len(parcels))
     talks = [begun(talk("a", 1), (0, 5)), begun(talk("b", 1), (1,)), begun(talk("c", 1))]
-    finish(together([talks[n] for n in order]))
+    finish(at_once([talks[n] for n in order]))
     assert asked == ["c", "a", "b"]
 
 
