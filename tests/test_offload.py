@@ -13,6 +13,7 @@ from gefen_fn import (
     apply_if_finite,
     chain,
     clip_by_global_norm,
+    compensated,
     flatten_state,
     gefen,
     gefen_muon,
@@ -36,6 +37,7 @@ def expression(rule):
 OPTIMIZERS = {
     "Gefen": lambda named, **options: Gefen(named, lr=1e-2, weight_decay=0.1, **options),
     "Gefen, stochastic": lambda named, **options: Gefen(named, lr=1e-2, stochastic_rounding=True, **options),
+    "compensated": expression(lambda: chain(gefen(1e-2), compensated())),
     "GefenMuon": lambda named, **options: GefenMuon(named, lr=1e-2, **options),
     "clip": expression(lambda: chain(clip_by_global_norm(0.5), gefen(linear_schedule(1e-2, 0.0, 9)))),
     "hybrid with NorMuon": expression(lambda: gefen_muon(1e-2, normuon="paper")),
@@ -54,7 +56,7 @@ def noise(shape, seed):
 
 def made(kind="Gefen", host=None, steps=0, **options):
     """An optimizer after some steps, with its parameters."""
-    dtype = torch.bfloat16 if kind == "Gefen, stochastic" else torch.float32
+    dtype = torch.bfloat16 if kind in ("Gefen, stochastic", "compensated") else torch.float32
     named = [(k, nn.Parameter(noise(shape, i).to(dtype))) for i, (k, shape) in enumerate(SHAPES.items())]
     optimizer = OPTIMIZERS[kind](named, **options)
     if host is not None:
