@@ -70,7 +70,7 @@ def MultiSteps(  # optax's name
         every_k_schedule: k >= 1, or a function of the updates done so far (int32 scalar).
         use_grad_mean: pass the mean; otherwise the sum.
         should_skip_update_fn: `(updates, gradient_step, params) -> (skip, skip_state)`; a skipped micro-step counts
-            nothing and gives zero updates.
+            nothing and gives zero updates. On shards one member's `skip` is everybody's.
 
     Raises:
         TypeError: if `opt` is not a transform.
@@ -87,6 +87,7 @@ def MultiSteps(  # optax's name
         counts = () if every_step else tree_map(lambda _: new_count(), params, skip_none=False)
         skip_state = ()
         if should_skip_update_fn is not None:
+            agree.make_groups(tree_leaves(params))
             skip_state = should_skip_update_fn(tree_map(torch.zeros_like, params), new_count(), params)[1]
         return MultiStepsState(new_count(), new_count(), _flag(False), opt.init(params), sums, counts, skip_state)
 
@@ -120,7 +121,7 @@ def MultiSteps(  # optax's name
         if should_skip_update_fn is not None:
             skip, skip_state = should_skip_update_fn(updates, state.gradient_step, params)
             state = state._replace(skip_state=skip_state)
-            if bool(skip):
+            if _any_member(bool(skip), updates):
                 return _zeros(updates), state._replace(updated=_flag(False))
         return (step if every_step else accumulate)(updates, state, params, **extra)
 
@@ -214,7 +215,12 @@ def _all_finite(updates: Updates) -> bool:
     leaves = tree_leaves(updates)
     flags = [squares_are_finite(local(u)) for u in leaves if u is not None]
     finite = torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else _flag(True)
-    return not agree.any_member(~finite, agree.group_of(leaves))
+    return not _any_member(not finite, updates)
+
+
+def _any_member(here: bool, updates: Updates) -> bool:
+    """Whether something holds here, or for another member that holds parts of these leaves."""
+    return bool(agree.any_member(_flag(here), agree.group_of(tree_leaves(updates))))
 
 
 def _check_k(k: Any) -> None:

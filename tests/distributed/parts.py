@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gefen_fn import flatten_state
+from gefen_fn import MultiSteps, flatten_state, gefen, has_updated
 from gefen_nn import Gefen
 from tests.distributed.adapter import Net, tensors
 from tests.distributed.training import TRANSFORMS, mesh_of, noise, spread
@@ -81,3 +81,21 @@ def _syncing(model: Any, sync: bool) -> Any:
         return nullcontext() if sync else model.no_sync()
     model.set_requires_gradient_sync(sync)
     return nullcontext()
+
+
+def left_out(rank: int, every: int) -> list[bool]:
+    """Whether updates were made of gradients of which member 1 alone wants one left out, by what it holds of them."""
+
+    def skip(updates: Any, step: Tensor, params: Any) -> tuple[bool, tuple[()]]:
+        return not bool(updates["tall"].to_local().isfinite().all()), ()
+
+    tx = MultiSteps(gefen(0.1), every, should_skip_update_fn=skip)
+    params = {"tall": spread(noise("tall", SHAPES["tall"], 0), (2,), "rows")}
+    state, made = tx.init(params), []
+    for step in range(4):
+        grads = {"tall": spread(noise("tall", SHAPES["tall"], step), (2,), "rows")}
+        if step == 1 and rank == 1:
+            grads["tall"].to_local()[0, 0] = torch.nan
+        state = tx.update(grads, state, params)[1]
+        made.append(bool(has_updated(state)))
+    return made

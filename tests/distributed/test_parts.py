@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.parts import accumulated, of_one, own_parts
+from tests.distributed.parts import accumulated, left_out, of_one, own_parts
 
 ROWS = [("random", (2,), "replicated"), ("random", (2, 2), "hsdp"), ("muon", (2, 2), "hsdp"), ("normuon", (2,), "rows")]
 
@@ -20,3 +20,8 @@ def test_micro_steps_that_do_not_sync_send_nothing_and_come_out_alike_d23(pools,
     (once, got), _ = pools(2).run(accumulated, kind, False)
     assert often == 4 * once > 0
     assert all(torch.allclose(got[k], x, rtol=1e-3, atol=1e-5) for k, x in expected.items())
+
+
+@pytest.mark.parametrize(("every", "made"), [(1, [True, False, True, True]), (2, [False, False, True, False])])
+def test_what_one_member_leaves_out_of_an_accumulation_all_leave_out(pools, every, made):
+    assert pools(2).run(left_out, every) == [made] * 2
