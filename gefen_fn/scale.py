@@ -315,10 +315,12 @@ def zero_nans() -> GradientTransformation:
 
 
 def _found_anywhere(updates: Updates, found: Tree) -> Tree:
-    """`found` of this member's parts, or any other's."""
+    """`found` of this member's parts, or any other's; a leaf that is `None` here keeps its own."""
     leaves, flags = tree_leaves(updates), tree_parts(updates, found)
     group = agree.group_of(leaves)
     if group is None:
         return found
-    anywhere = agree.any_member(torch.stack([torch.as_tensor(bool(flag), device="cpu") for flag in flags]), group)
-    return tree_unflatten(tree_structure(updates), [x.to(flag.device) for x, flag in zip(anywhere, flags, strict=True)])
+    pairs = list(zip(leaves, flags, strict=True))
+    here = torch.tensor([u is not None and bool(flag) for u, flag in pairs], device="cpu")
+    rows = zip(agree.any_member(here, group), pairs, strict=True)
+    return tree_unflatten(tree_structure(updates), [f if u is None else x.to(f.device) for x, (u, f) in rows])

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gefen_fn import MultiSteps, flatten_state, gefen, has_updated
+from gefen_fn import MultiSteps, flatten_state, gefen, has_updated, masked, zero_nans
 from gefen_nn import Gefen
 from tests.distributed.adapter import Net, tensors
 from tests.distributed.training import TRANSFORMS, mesh_of, noise, spread
@@ -81,6 +81,16 @@ def _syncing(model: Any, sync: bool) -> Any:
         return nullcontext() if sync else model.no_sync()
     model.set_requires_gradient_sync(sync)
     return nullcontext()
+
+
+def with_nans(rank: int) -> dict[str, bool]:
+    """Of which leaves it is told that there were NaN, where member 1 has some of two leaves and a mask hides one."""
+    tx = masked(zero_nans(), {"hidden": False, "square": True, "tall": True})
+    leaves = {k: spread(noise("tall", SHAPES["tall"], 0), (2,), "rows") for k in ("hidden", "square", "tall")}
+    for k in ("hidden", "tall"):
+        leaves[k].to_local()[:rank] = torch.nan
+    _, state = tx.update(leaves, tx.init(leaves), leaves)
+    return {k.rsplit(".", 1)[-1]: bool(x) for k, x in flatten_state(state).items()}
 
 
 def left_out(rank: int, every: int) -> list[bool]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.distributed.parts import accumulated, left_out, of_one, own_parts
+from tests.distributed.parts import accumulated, left_out, of_one, own_parts, with_nans
 
 ROWS = [("random", (2,), "replicated"), ("random", (2, 2), "hsdp"), ("muon", (2, 2), "hsdp"), ("normuon", (2,), "rows")]
 
@@ -20,6 +20,10 @@ def test_micro_steps_that_do_not_sync_send_nothing_and_come_out_alike_d23(pools,
     (once, got), _ = pools(2).run(accumulated, kind, False)
     assert often == 4 * once > 0
     assert all(torch.allclose(got[k], x, rtol=1e-3, atol=1e-5) for k, x in expected.items())
+
+
+def test_nan_on_one_member_is_found_on_all_under_a_mask_too(pools):
+    assert pools(2).run(with_nans) == [{"square": False, "tall": True}] * 2
 
 
 @pytest.mark.parametrize(("every", "made"), [(1, [True, False, True, True]), (2, [False, False, True, False])])
