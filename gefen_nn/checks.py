@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.scalar import squares_are_finite
+from gefen_fn.shards import local
 from gefen_fn.tree import StructureError, check_floating
 from gefen_kernels import ops
 
@@ -17,7 +18,7 @@ def check_gradients(grads: Mapping[str, Tensor | None], params: Mapping[str, Ten
     Args:
         grads: by name.
         params: by name.
-        finite: refuse those that are not finite too, which reads them on the host.
+        finite: refuse those of which this member's part is not finite too, which reads it on the host.
 
     Raises:
         StructureError: for one that is sparse, complex or of another shape.
@@ -29,7 +30,7 @@ def check_gradients(grads: Mapping[str, Tensor | None], params: Mapping[str, Ten
             check_floating(g, params[name])
         except StructureError as error:
             raise StructureError(f"Gradient of {name!r}: {error}") from error
-    bad = [n for n, g in given.items() if not squares_are_finite(g)] if finite else []
+    bad = [n for n, g in given.items() if not squares_are_finite(local(g))] if finite else []
     if bad:
         raise RuntimeError(f"Gradients must be finite (error_if_nonfinite=True): got {bad}. Nothing was changed.")
 

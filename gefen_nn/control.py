@@ -1,5 +1,6 @@
 """The control group: who hears, before a step, what each member found."""
 
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from gefen_fn import agree
 from gefen_fn.base import GradientTransformation
+from gefen_fn.combine import recipe_of
 from gefen_fn.describe import quantizing
 from gefen_fn.fuse import squares_of
 from gefen_fn.scalar import capturing
@@ -32,12 +34,15 @@ class Control:
 
     Attributes:
         shared: whether there is a scope, or parameters lie on a mesh; a step is not traced by torch.compile then.
+        transform: a digest of the transform's text, which all members have in common; 32 bits.
+        parameters: how many the next vote's record has room for.
     """
 
     def __init__(self, tx: GradientTransformation) -> None:
         scopes = [Scope.of(rule["codebook"]) for rule in quantizing(tx).values()]
         self._given = _widest([scope for scope in scopes if scope is not None])
         self.shared = self._given is not None
+        self.transform, self.parameters = zlib.crc32(_text(tx).encode()), 0
         self._found: Scope | None = None
         self._seen: frozenset[int] = frozenset()
         self._sums = False
@@ -66,6 +71,16 @@ class Control:
     def squares(self, grads: Gradients) -> Tensor | None:
         """A member's squares of a norm, as of `squares_of`; None also if others hold the parameters."""
         return self._squares(grads) if self._sums else None
+
+
+def _text(tx: GradientTransformation) -> str:
+    """A transform as text that members have in common: without addresses, scopes and the values that groups carry."""
+    injected = recipe_of(tx).marked
+    try:
+        text = repr(tx if injected is None else injected())
+    except Exception:  # a factory that computes with its arguments, which a mark cannot take part in
+        text = recipe_of(tx).name
+    return re.sub(r" at 0x[0-9a-f]+|Scope\(.*?\)\)", "", text)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's decorator has no types

@@ -281,7 +281,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         params = phases.attempt("structure", self._checked_sync)
         grads = phases.attempt("gradients", lambda: self._gradients(params or {}))
         scaler = phases.attempt("scaler", lambda: Scaler.of(self))
-        agreement = agreed(phases, self._named(), grads, scaler, self._live_state, self._control.squares)
+        named = phases.attempt("structure", self._named) or {}
+        agreement = agreed(phases, named, grads, scaler, self._live_state, self._control)
         grads = agreement.grads
         self._kept.skipped = agreement.overflow or all(g is None for g in grads.values())
         if not self._kept.skipped:
@@ -302,7 +303,7 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     def _group(self) -> Any:
         """Who votes before a step; None for this process alone."""
-        return self._control.of(list(self._named().values()))
+        return self._control.of([p for group in self.param_groups for p in group["params"]])
 
     def _gradients(self, params: dict[str, Tensor]) -> dict[str, Tensor | None]:
         """The gradients by name, checked."""

@@ -1,14 +1,15 @@
 """The vote before a step: each member says in one record what it found, and all draw the same conclusion.
 
 A record is 64 bytes and two bits for each parameter. Decisions are ORs, assertions are equalities, and an error names
-the members. Without a group each phase fails for itself, and nothing is sent.
+the members. Records are of one size, or gloo ends the process: it is that of the last vote, and a second one follows
+where all members have another number of parameters. Without a group each phase fails for itself, and nothing is sent.
 """
 
 import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +33,14 @@ _HEAD = np.dtype(
         ("scaler", "u1"),
         ("scaled", "u1"),
         ("overflow", "u1"),
+        ("transform", "u4"),
+        ("parameters", "u4"),
         ("structure", "u4"),
         ("state", "u4"),
         ("scale", "f8"),
         ("squares", "f8"),
         ("clips", "u1"),
-        ("spare", "V35"),
+        ("spare", "V27"),
     ]
 )
 
@@ -95,6 +98,7 @@ class Ballot(NamedTuple):
         names: the parameters, in order.
         given: whether each has a gradient here.
         filled: whether each has entries here.
+        transform: a digest of its text, 32 bits.
         structure: a digest of names, shapes, dtypes and placements, 32 bits.
         state: a digest of counters and codebooks, 32 bits.
         scaler: what a gradient scaler left; None without one.
@@ -105,6 +109,7 @@ class Ballot(NamedTuple):
     names: Sequence[str]
     given: Sequence[bool]
     filled: Sequence[bool]
+    transform: int
     structure: int
     state: int
     scaler: Scaler | None
@@ -149,6 +154,21 @@ def state_digest(state: Any) -> int:
 Gradients = dict[str, Tensor | None]
 
 
+class Voter(Protocol):
+    """What an optimizer keeps from vote to vote.
+
+    Attributes:
+        transform: a digest of its text, 32 bits.
+        parameters: how many the next record has room for: what all members had at the last vote, 0 before the first.
+    """
+
+    transform: int
+    parameters: int
+
+    def squares(self, grads: Gradients) -> Tensor | None:
+        """What this member counts of a norm's squares; None if the step needs no norm."""
+
+
 class Agreement(NamedTuple):
     """What a step is to do, the same for all members.
 
@@ -169,7 +189,7 @@ def agreed(
     grads: Gradients | None,
     scaler: Scaler | None,
     state: Callable[[], Any],
-    squares: Callable[[Gradients], Tensor | None],
+    voter: Voter,
 ) -> Agreement:
     """Hear all members before a step.
 
@@ -179,15 +199,16 @@ def agreed(
         grads: the gradients here; None if an attempt failed.
         scaler: what a gradient scaler left.
         state: of the optimizer, whose counters, hyperparameters and codebooks must be the same everywhere.
-        squares: what this member counts of a norm's squares; None if the step needs no norm.
+        voter: of the optimizer.
 
     Raises:
         GroupFailure: as of `Phases.vote`.
     """
     if phases.group is None:
         return Agreement(grads or {}, scaler is not None and scaler.overflow, {})
-    ballot = phases.attempt("gradients", lambda: _ballot(named, grads or {}, scaler, state, squares))
-    outcome = phases.vote(len(named), ballot)
+    ballot = phases.attempt("gradients", lambda: _ballot(named, grads or {}, scaler, state, voter))
+    outcome = phases.vote(voter.parameters, ballot)
+    voter.parameters = len(named)
     present = dict(zip(named, outcome.present, strict=True))
     whole = {k: torch.zeros_like(named[k]) if g is None and present[k] else g for k, g in (grads or {}).items()}
     known = {} if outcome.squares is None else {"global_norm": outcome.squares.sqrt().float()}
@@ -199,14 +220,14 @@ def _ballot(
     grads: Gradients,
     scaler: Scaler | None,
     state: Callable[[], Any],
-    squares: Callable[[Gradients], Tensor | None],
+    voter: Voter,
 ) -> Ballot:
     given = [grads.get(name) is not None for name in named]
     filled = [local(p).numel() > 0 for p in named.values()]
     here, group = list(grads.values()), agree.group_of(list(named.values()))
     asked = agree.group_of(here) is group and agree.knows(here, group)
-    own = squares(grads) if asked and scaler is None else None  # scaled gradients have another norm
-    digests = structure_digest(named), state_digest(state())
+    own = voter.squares(grads) if asked and scaler is None else None  # scaled gradients have another norm
+    digests = voter.transform, structure_digest(named), state_digest(state())
     return Ballot(list(named), given, filled, *digests, scaler, None if own is None else float(own))
 
 
@@ -234,26 +255,28 @@ class Phases:
             self._failed, self._error = PHASES.index(phase), error
             return None
 
-    def vote(self, parameters: int, ballot: Ballot | None) -> Outcome:
+    def vote(self, room: int, ballot: Ballot | None) -> Outcome:
         """Hear all members, and conclude.
 
         Args:
-            parameters: how many there are.
+            room: for how many parameters the record has bits, the same on all members.
             ballot: None if an attempt failed.
 
         Raises:
             GroupFailure: if an attempt failed on any member, chained to its cause on that one, or if members differ.
         """
-        record = torch.from_numpy(_record(self._failed, parameters, ballot))
-        table = self._heard(record).numpy()
+        table = self._heard(torch.from_numpy(_record(self._failed, room, ballot))).numpy()
         heads = table[:, : _HEAD.itemsize].copy().view(_HEAD)[:, 0]
         self._check_failures(heads["failed"])
         assert ballot is not None  # else this member's own failure was just raised
+        _check_equal("transform", heads["transform"], "Build the optimizer with the same arguments on all members.")
         _check_equal("structure", heads["structure"], "Give all members the same parameters, gradients and order.")
         fix = "Load one checkpoint on all members, and give their groups the same values."
         _check_equal("set of counters, group values and codebooks", heads["state"], fix)
         _check_scalers(heads)
-        given, lacking = _bits(table, parameters)
+        if len(ballot.names) != room:
+            return self.vote(len(ballot.names), ballot)
+        given, lacking = _bits(table, room)
         _check_gradients(ballot.names, given, lacking)
         squares = torch.from_numpy(heads["squares"].astype(np.float64)) if heads["clips"].all() else None
         norm = None if squares is None else reference.tree_sum(squares, 0)
@@ -280,14 +303,16 @@ class Phases:
             ) from self._error
 
 
-def _record(failed: int, parameters: int, ballot: Ballot | None) -> Table:
-    """One member's record, uint8."""
-    head, bits = np.zeros((), _HEAD), np.zeros((2, parameters), np.bool_)
+def _record(failed: int, room: int, ballot: Ballot | None) -> Table:
+    """One member's record, uint8; without the bits of its parameters if they are not as many as it has room for."""
+    head, bits = np.zeros((), _HEAD), np.zeros((2, room), np.bool_)
     head["failed"] = failed
     if ballot is not None:
         given, filled = np.asarray(ballot.given, np.bool_), np.asarray(ballot.filled, np.bool_)
-        bits[:] = given, filled & ~given
-        for field in ("structure", "state"):
+        head["parameters"] = len(given)
+        if len(given) == room:
+            bits[:] = given, filled & ~given
+        for field in ("transform", "structure", "state"):
             head[field] = getattr(ballot, field)
         head["clips"], head["squares"] = ballot.squares is not None, ballot.squares or 0.0
         if ballot.scaler is not None:

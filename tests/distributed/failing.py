@@ -1,12 +1,15 @@
 """What workers run to fail: one member of the group does something wrong, and all report what became of them."""
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from gefen_fn import chain, clip_by_global_norm, gefen
+from gefen_fn import Block, Factored, chain, clip_by_global_norm, gefen
 from gefen_nn import Gefen, GefenMuon, GroupFailure, TransformOptimizer
 from tests.distributed.adapter import build, give_gradients
 from tests.distributed.scoped import scope_of
@@ -30,6 +33,8 @@ class Scene:
             self.optimizer = PLAIN[kind](list(self.model.named_parameters()), codebook=scope_of((0, 1)))
         if kind == "hybrid":
             self.optimizer = GefenMuon(self.model, lr=1e-2)
+        if kind == "finite":
+            self.optimizer = Gefen(self.model.named_parameters(), error_if_nonfinite=True)
         if kind == "clip":
             clipped = chain(clip_by_global_norm(1.0), gefen(1e-2))
             self.optimizer = TransformOptimizer(self.model.named_parameters(), clipped)
@@ -79,6 +84,12 @@ def parameter_swapped_before(scene: Scene) -> None:
         params = scene.optimizer.param_groups[0]["params"]
         params[0] = torch.nn.Parameter(torch.zeros(params[0].shape, dtype=torch.float64))
         params[0].grad = torch.ones_like(params[0])
+    scene.optimizer.step()
+
+
+def parameter_without_a_name(scene: Scene) -> None:
+    if scene.rank == BAD:
+        scene.optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(3)))
     scene.optimizer.step()
 
 
@@ -134,6 +145,7 @@ FAULTS = {
     "18 closure after its last collective": closure_after_its_last_collective,
     "19 closure changes a parameter": parameter_of_another_shape,
     "20 parameter swapped before": parameter_swapped_before,
+    "20 parameter without a name": parameter_without_a_name,
     "21 pre-hook": pre_hook,
     "22 gradient sparse or placed differently": gradient_placed_differently,
     "23 gradient missing": missing_gradient,
@@ -154,6 +166,44 @@ def fail(rank: int, fault: str, sides: tuple[int, ...], kind: str) -> tuple[str,
         scene.optimizer.param_groups[0]["params"][:] = kept
         return type(error).__name__, str(error), repr(error.__cause__), scene.bits() == before
     return "none", "", "", scene.bits() == before
+
+
+def _more(made: Callable[..., Any]) -> Callable[[nn.Module, bool], Any]:
+    """One member adds parameters; there are eight before, whose bits fill a byte."""
+
+    def build(model: nn.Module, bad: bool) -> Any:
+        params = list(model.named_parameters())
+        extra = [(f"x{i}", nn.Parameter(params[0][1].detach().clone())) for i in range(8 - len(params) + bad)]
+        return made([*params, *extra])
+
+    return build
+
+
+BUILT: dict[str, Callable[[nn.Module, bool], Any]] = {
+    "the rate of an expression": lambda model, bad: TransformOptimizer(
+        model.named_parameters(), gefen(1e-2 if bad else 1e-3)
+    ),
+    "the warm-up": lambda model, bad: Gefen(model.named_parameters(), b2_warmup=None if bad else 0.9),
+    "the second moment": lambda model, bad: Gefen(
+        model.named_parameters(), second_moment=Block() if bad else Factored()
+    ),
+    "the codebook": lambda model, bad: Gefen(model.named_parameters(), codebook="fixed" if bad else "learned"),
+    "the direction": lambda model, bad: Gefen(model.named_parameters(), maximize=bad),
+    "the number of parameters": _more(Gefen),
+}
+
+
+def build_differently(rank: int, what: str, sides: tuple[int, ...]) -> tuple[str, bool]:
+    """The error of the first step where one member built another optimizer, and whether nothing changed."""
+    model = build(sides)[0]
+    optimizer = BUILT[what](model, rank == BAD)
+    give_gradients(model, 1)
+    before = [raw(p) for p in model.parameters()]
+    try:
+        optimizer.step()
+    except GroupFailure as error:
+        return str(error), before == [raw(p) for p in model.parameters()]
+    return "none", False
 
 
 def step_at_another_rate(rank: int, sides: tuple[int, ...]) -> tuple[str, bool]:

@@ -2,7 +2,16 @@
 
 import pytest
 
-from tests.distributed.failing import BAD, FAULTS, PLAIN, fail, scaled_together, step_at_another_rate
+from tests.distributed.failing import (
+    BAD,
+    BUILT,
+    FAULTS,
+    PLAIN,
+    build_differently,
+    fail,
+    scaled_together,
+    step_at_another_rate,
+)
 
 WORDS = {
     "18": "closure",
@@ -15,7 +24,7 @@ WORDS = {
 CAUSES = {"18": "disk is full", "21": "disk is full", "22": "StructureError"}
 
 
-@pytest.mark.parametrize("kind", ["gefen", "hybrid", "clip", *PLAIN])
+@pytest.mark.parametrize("kind", ["gefen", "hybrid", "clip", "finite", *PLAIN])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_18_19_20_21_22_23_24_25_26_a_fault_on_one_member_is_told_to_all_and_nothing_changes(pools, fault, kind):
     answers = pools(2).run(fail, fault, (2,), kind, seconds=60)
@@ -34,3 +43,9 @@ def test_27_28_members_that_agree_skip_or_unscale_once(pools, overflow):
 def test_members_with_other_learning_rates_are_told_before_a_step(pools):
     for text, unchanged in pools(2).run(step_at_another_rate, (2,)):
         assert unchanged and "group values" in text
+
+
+@pytest.mark.parametrize("what", BUILT)
+def test_members_that_built_other_optimizers_are_told_before_the_first_step(pools, what):
+    for text, unchanged in pools(2).run(build_differently, what, (2,)):
+        assert unchanged and f"one {'structure' if 'number' in what else 'transform'}" in text
