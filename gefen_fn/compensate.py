@@ -74,10 +74,10 @@ def split(w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return p, torch.where(_is_normal(p), (bits - high) >> shift, 0).to(dtype)
 
 
-def _step(u: Tensor, low: Tensor | None, p: Tensor) -> tuple[Tensor, Tensor | None]:
+def _step(u: Tensor, low: Any, p: Tensor) -> tuple[Tensor, Any]:
     check_floating(p, u)
-    if low is None:
-        return u, None
+    if not isinstance(low, Tensor):  # another dtype has none: `None`, or what a mask puts there
+        return u, low
     new, rest = split(weight_of(p, low) + u.float(), low.dtype)
     change = new.float() - p.float()
     arrives = add_rounded(p, change) == new  # not where 16 binades and more lie between the two

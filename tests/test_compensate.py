@@ -119,6 +119,8 @@ def test_other_dtypes_pass_unchanged_and_a_leaf_without_gradient_keeps_its_bits(
     updates, state = compensated().update(u, start, p)
     assert updates["b"] is u["b"] and state.low["b"] is None and updates["c"] is None
     assert state.low["c"] is start.low["c"] and (state.low["a"] != 0).all()
+    hiding = masked(compensated(), {"a": False, "b": True, "c": True})
+    assert hiding.update(u, hiding.init(p), p)[0]["b"] is u["b"]
 
 
 @pytest.mark.parametrize(
