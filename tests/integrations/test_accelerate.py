@@ -1,12 +1,16 @@
 """Accelerate: `prepare`, accumulation, whole states saved and loaded, steps left out, and parameters put in place."""
 
 import gc
+import os
+import warnings
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from gefen_nn import Gefen, GefenMuon, load, save
 from tests.distributed.adapter import give_gradients, tensors
@@ -32,10 +36,17 @@ def fresh_state():
     AcceleratorState._reset_state(True)
 
 
-def prepared(build, **options):
+def accelerator_with(**options):
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+    return Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+
+
+def prepared(build, **options):
+    return prepared_by(accelerator_with(**options), build)
+
+
+def prepared_by(accelerator, build):
     model = tiny.llama()
     optimizer = build(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
@@ -138,6 +149,55 @@ def test_parameters_that_the_wrapper_replaces_keep_their_state_i1():
     tiny.assert_same(tiny.bits(*run[1:3]), tiny.bits(*twin[1:3]))
 
 
+def prepared_under_fsdp2(rank, kind, form):
+    """As `prepared`, by what Accelerate does on two GPUs; it has FSDP2 nowhere else, and is told that it is there."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    AcceleratorState._reset_state(True)
+    model = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+    launched = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # neither is used: there is a group
+    with patch.dict(os.environ, launched):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, cpu_ram_efficient_loading=False, state_dict_type=form, **model
+        )
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator = accelerator_with()
+    accelerator.state.fsdp_plugin = plugin
+    run = prepared_by(accelerator, OPTIMIZERS[kind])
+    assert all(isinstance(p, DTensor) for group in run[2].param_groups for p in group["params"])
+    return run
+
+
+def resumed_under_fsdp2(rank, kind, form, folder):
+    """Names of what differs from a run that nothing interrupted, and of what there is."""
+    rows = tiny.batches(8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = prepared_under_fsdp2(rank, kind, form)
+        train(*whole, rows[:4])
+        whole[0].save_state(folder)
+        train(*whole, rows[4:])
+        resumed = prepared_under_fsdp2(rank, kind, form)
+        resumed[0].load_state(folder)
+        train(*resumed, rows[4:])
+    first, second = (tensors(model, optimizer) for _, model, optimizer, _ in (whole, resumed))
+    rates = [[group["lr"] for group in run[2].param_groups] for run in (whole, resumed)]
+    return [key for key, x in first.items() if not torch.equal(x, second[key])], sorted(first), rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("form", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parameters_that_prepare_shards_under_fsdp2_take_their_state_along_i1(kind, form, pools, tmp_path):
+    for answer in pools(2).run(resumed_under_fsdp2, kind, form, str(tmp_path), seconds=240.0):
+        differ, names, same_rates = answer
+        assert differ == [] and same_rates
+        assert any(name.endswith("mu.codes") or name.endswith("momentum.codes") for name in names)
+
+
 class Rows(nn.Module):
     """Matrices with quantized state, of which two processes have unequal parts."""
 
@@ -175,6 +235,6 @@ def switched(rank, kind, switch):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_parameters_that_prepare_shards_under_fsdp2_take_their_state_along_i1(kind, pools):
+def test_parameters_sharded_late_step_as_those_sharded_early_and_nothing_holds_the_whole_ones(kind, pools):
     late, early = (pools(2).run(switched, kind, switch, seconds=120.0)[0] for switch in (True, False))
     tiny.assert_same(late, early)
