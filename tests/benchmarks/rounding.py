@@ -36,7 +36,7 @@ def tuned(name: str, start: Weights, model: Decoder, text: Tensor, steps: int, s
     tx = chain(gefen(lr), ARMS[name]())
     state = tx.init(params)
     for step in range(steps):
-        shown = {k: p.float().requires_grad_() for k, p in params.items()}
+        shown = {k: p.detach().float().requires_grad_() for k, p in params.items()}
         loss_of(model, shown, batch_at(text, step, seed=seed, **_LENGTH)).backward()
         with torch.no_grad():
             updates, state = tx.update({k: x.grad for k, x in shown.items()}, state, params)
