@@ -184,7 +184,8 @@ def members(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         out.append(list(group.get("param_names") or map(str, range(start, start + count))))
         if len(out[-1]) != count:
             raise StructureError(
-                f"`param_names` must name each parameter of its group: got {len(out[-1])} for {count}. Replace both."
+                f"`param_names` must name each parameter of its group: got {len(out[-1])} for {count}. "
+                "Replace both; for flat partitions, as DeepSpeed's ZeRO puts there, use FSDP2 instead."
             )
     return out
 

@@ -111,7 +111,7 @@ def check_shapes(params: Mapping[str, Tensor], known: Mapping[str, torch.Size]) 
         if p.shape != known.get(name, p.shape):
             raise StructureError(
                 f"A parameter must keep its shape: got {tuple(p.shape)} for {name!r}, whose state is for "
-                f"{tuple(known[name])}. Build the optimizer after reshaping."
+                f"{tuple(known[name])}. Build the optimizer after reshaping; instead of DeepSpeed's ZeRO use FSDP2."
             )
 
 

@@ -198,6 +198,29 @@ def test_parameters_that_prepare_shards_under_fsdp2_take_their_state_along_i1(ki
         assert any(name.endswith("mu.codes") or name.endswith("momentum.codes") for name in names)
 
 
+def overflow_under_fsdp2(rank):
+    """Whether nothing changed, and what the wrapper and the optimizer say of a step that one process cannot take."""
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, model, wrapped, _ = prepared_under_fsdp2(rank, "gefen", "SHARDED_STATE_DICT")
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        scaled = AcceleratedOptimizer(wrapped.optimizer, device_placement=False, scaler=scaler)
+        before = tensors(model, scaled)
+        scaler.scale(model(**tiny.batches(1)[0]).loss).backward()
+        if rank == 1:
+            next(model.parameters()).grad.to_local().view(-1)[0] = float("inf")
+        scaled.step()
+    after = tensors(model, scaled)
+    unchanged = all(torch.equal(x, after[key]) for key, x in before.items())
+    return unchanged, scaled.step_was_skipped, scaled.optimizer.step_was_skipped
+
+
+def test_under_fsdp2_the_optimizer_and_not_the_wrapper_knows_of_a_step_left_out(pools):
+    assert pools(2).run(overflow_under_fsdp2, seconds=120.0) == [(True, False, True)] * 2
+
+
 class Rows(nn.Module):
     """Matrices with quantized state, of which two processes have unequal parts."""
 
