@@ -152,19 +152,39 @@ def _answered(parcels: Sequence[Parcel]) -> list[Answer]:
 
 
 def _swap(parcels: Sequence[Parcel]) -> list[Answer]:
-    """One all-to-all of bytes between the members of one group."""
-    group = parcels[0].group
-    members = range(dist.get_world_size(group))
-    order = sorted((place, n, i) for n, p in enumerate(parcels) for i, place in enumerate(p.places))
-    raw = [[p.bytes_for(m) for p in parcels] for m in members]
-    out = [torch.cat([own[n][i] for _, n, i in order]) for own in raw]
-    each = [[p.bytes_from(m) for p in parcels] for m in members]
-    sizes = [[own[n] for _, n, _ in order] for own in each]
-    came = out[0].new_empty(sum(map(sum, sizes)))
-    dist.all_to_all_single(came, torch.cat(out), [sum(s) for s in sizes], [len(x) for x in out], group=group)
-    pieces = torch.split(came, [sum(s) for s in sizes])
-    leaves: list[dict[int, list[Tensor]]] = [{m: [] for m in members} for _ in parcels]
-    for m, piece, own in zip(members, pieces, sizes, strict=True):
-        for (_, n, _), part in zip(order, torch.split(piece, own), strict=True):
-            leaves[n][m].append(part)
-    return [p.opened(leaves[n]) for n, p in enumerate(parcels)]
+    """One all-to-all of bytes between the members of one group; what it costs grows with those who are written to."""
+    group, device = parcels[0].group, parcels[0].device
+    members, out, sizes = range(dist.get_world_size(group)), _sent(parcels), _expected(parcels)
+    lengths = [sum(size for *_, size in sizes.get(m, ())) for m in members], [len(out.get(m, ())) for m in members]
+    came = torch.empty(sum(lengths[0]), dtype=torch.uint8, device=device)
+    sent = torch.cat([out[m] for m in members if m in out] or [came[:0]])
+    dist.all_to_all_single(came, sent, *lengths, group=group)
+    leaves: list[dict[int, dict[int, Tensor]]] = [defaultdict(dict) for _ in parcels]
+    for m, piece in zip(members, torch.split(came, lengths[0]), strict=True):
+        rows = sizes.get(m, ())
+        for (_, n, i, _), part in zip(rows, torch.split(piece, [size for *_, size in rows]), strict=True):
+            leaves[n][m][i] = part
+    return [
+        p.opened({m: [own[i] for i in range(len(p.places))] for m, own in leaves[n].items()})
+        for n, p in enumerate(parcels)
+    ]
+
+
+def _sent(parcels: Sequence[Parcel]) -> dict[int, Tensor]:
+    """All that goes to each member that is written to, in the order of the leaves."""
+    rows: defaultdict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    raw = [{m: p.bytes_for(m) for m in tuple(p.send)} for p in parcels]
+    for n, p in enumerate(parcels):
+        for m in raw[n]:
+            rows[m] += [(place, n, i) for i, place in enumerate(p.places)]
+    return {m: torch.cat([raw[n][m][i] for _, n, i in sorted(own)]) for m, own in rows.items()}
+
+
+def _expected(parcels: Sequence[Parcel]) -> dict[int, list[tuple[int, int, int, int]]]:
+    """Place, parcel, number in it and size of each leaf's part of what comes from each member, in its order."""
+    rows: defaultdict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+    for n, p in enumerate(parcels):
+        for m in p.expect:
+            size = p.bytes_from(m)
+            rows[m] += [(place, n, i, size) for i, place in enumerate(p.places)]
+    return {m: sorted(own) for m, own in rows.items()}

@@ -88,3 +88,16 @@ def test_what_is_sent_is_what_comes_for_each_leaf(leaves):
         torch.equal(got, x[:leaves]) and got.dtype == x.dtype for got, x in zip(came, SENT.values(), strict=True)
     )
     assert all(len(x) == 0 for x in parcel.bytes_for(2))
+
+
+def test_members_that_nothing_is_for_cost_nothing(monkeypatch):
+    parcel, asked = Parcel("group", CPU, places=(4, 2)), []
+    parcel.send[7].append(torch.ones(2, 3))
+    parcel.expect[900].append(((2, 3), torch.float32))
+    monkeypatch.setattr(Parcel, "bytes_for", lambda p, m, f=Parcel.bytes_for: asked.append(m) or f(p, m))
+    monkeypatch.setattr(exchange.dist, "get_world_size", lambda group: 1000)
+    monkeypatch.setattr(
+        exchange.dist, "all_to_all_single", lambda came, sent, coming, going, group: came.copy_(sent[: len(came)])
+    )
+    (answer,) = exchange._answered([parcel])
+    assert asked == [7] and list(answer) == [900] and torch.equal(next(answer[900]), torch.ones(2, 3))
