@@ -159,12 +159,32 @@ def _channel(group: Any) -> tuple[Any, torch.device]:
     return (group.group, group.device) if isinstance(group, Scope) else (group, control_device(group))
 
 
+def answered(send: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """`send(*args, **kwargs)`, a collective, whose failure says what became of the others.
+
+    Raises:
+        GroupFailure: if some member does not take part.
+    """
+    try:
+        send(*args, **kwargs)
+    except RuntimeError as lost:
+        raise GroupFailure(
+            "All members must take part in what one of them sends: got no answer from some, which are gone, stopped at "
+            f"an error of their own, or do something else ({lost}). Look at what they say, and start all of them again "
+            "from the last checkpoint."
+        ) from lost
+
+
 def gathered(x: Tensor, group: Any) -> Tensor:
-    """`x` of every member, `[members, *x.shape]`."""
+    """`x` of every member, `[members, *x.shape]`.
+
+    Raises:
+        GroupFailure: if some member does not take part.
+    """
     processes, device = _channel(group)
     x = x.to(device).contiguous()
     out = x.new_empty((dist.get_world_size(processes), *x.shape))
-    dist.all_gather(list(out.unbind()), x, group=processes)
+    answered(dist.all_gather, list(out.unbind()), x, group=processes)
     return out
 
 
@@ -176,7 +196,7 @@ def total(x: Tensor, group: Any) -> Tensor:
         return reference.tree_sum(gathered(x, group), 0).to(x.device)
     processes, device = _channel(group)
     out = x.to(device, copy=True)
-    dist.all_reduce(out, group=processes)
+    answered(dist.all_reduce, out, group=processes)
     return out.to(x.device)
 
 

@@ -146,12 +146,16 @@ def _check_cut(layout: LeafLayout) -> None:
     """Refuse a part whose blocks are not blocks of the whole; the answer is the same for every member."""
     start, whole = layout.start, layout.piece.whole
     inner = [axis for axis in layout.piece.axes if axis >= start]
-    rest = math.prod(whole[start + 1 :])
-    edges = {edge * rest for axis in inner for edge in layout.piece.edges(axis)}
-    if start and not any(axis > start for axis in inner) and not any(edge % layout.block for edge in edges):
+    edges = {edge * math.prod(whole[axis + 1 :]) for axis in inner for edge in layout.piece.edges(axis)}
+    if not inner:
         return
-    fits = math.gcd(*edges) if inner == [start] else 0
-    fix = f"Use block={fits}, which fits these shards" if start and fits > 1 else "Shard the leading axis"
+    # Of a row of several axes torch may cut what is kept of it, being of another length, at other places.
+    row = replace(layout.piece, whole=(*whole[:start], math.prod(whole[start:])))
+    alike = start > 0 and inner == [start] and row.edges(start) == edges
+    if alike and not any(edge % layout.block for edge in edges):
+        return
+    fits = math.gcd(*edges) if alike else 0
+    fix = f"Use block={fits}, which fits these shards" if fits > 1 else "Shard the leading axis"
     flat = "" if start else " of a flattened leaf (FlatBlocks)"
     raise StructureError(
         f"A shard must hold whole blocks{flat}: got block={layout.block} for shape {whole} cut along axes "

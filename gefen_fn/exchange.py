@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gefen_fn.agree import answered
+
 Result = TypeVar("Result")
 Other = TypeVar("Other")
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -158,7 +160,7 @@ def _swap(parcels: Sequence[Parcel]) -> list[Answer]:
     lengths = [sum(size for *_, size in sizes.get(m, ())) for m in members], [len(out.get(m, ())) for m in members]
     came = torch.empty(sum(lengths[0]), dtype=torch.uint8, device=device)
     sent = torch.cat([out[m] for m in members if m in out] or [came[:0]])
-    dist.all_to_all_single(came, sent, *lengths, group=group)
+    answered(dist.all_to_all_single, came, sent, *lengths, group=group)
     leaves: list[dict[int, dict[int, Tensor]]] = [defaultdict(dict) for _ in parcels]
     for m, piece in zip(members, torch.split(came, lengths[0]), strict=True):
         rows = sizes.get(m, ())

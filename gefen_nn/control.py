@@ -34,15 +34,16 @@ class Control:
 
     Attributes:
         shared: whether there is a scope, or parameters lie on a mesh; a step is not traced by torch.compile then.
-        transform: a digest of the transform's text, which all members have in common; 32 bits.
+        transform: a digest of the transform's text, and of whether steps are fused, which send other things where they
+            learn; all members have it in common; 32 bits.
         parameters: how many the next vote's record has room for.
     """
 
-    def __init__(self, tx: GradientTransformation) -> None:
+    def __init__(self, tx: GradientTransformation, fused: bool) -> None:
         scopes = [Scope.of(rule["codebook"]) for rule in quantizing(tx).values()]
         self._given = _widest([scope for scope in scopes if scope is not None])
         self.shared = self._given is not None
-        self.transform, self.parameters = zlib.crc32(_text(tx).encode()), 0
+        self.transform, self.parameters = zlib.crc32(f"{fused} {_text(tx)}".encode()), 0
         self._found: Scope | None = None
         self._seen: frozenset[int] = frozenset()
         self._sums = False

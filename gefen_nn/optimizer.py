@@ -77,7 +77,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         self._keys = self.keys or groups.group_keys(injection.tx)
         self._rebuild = getattr(injection.tx.update, "rebuild", dict)
         self._checked: list[dict[str, Any]] = []
-        self._control = Control(tx)
+        self._control = Control(tx, self._fused is not None)
         self._ready = False
         super().__init__(params, {**groups.group_defaults(injection.tx, self._keys, self.block), **self._start})
         self._accept()

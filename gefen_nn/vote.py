@@ -291,7 +291,8 @@ class Phases:
                 raise
             raise GroupFailure(
                 f"What fails on one member fails on all: got a failure in {PHASES[self._failed]} here, and members "
-                f"that could not be told, as they wait elsewhere or are gone ({lost}). Nothing was changed here."
+                f"that could not be told, as they wait elsewhere or are gone ({lost.__cause__ or lost}). Nothing was "
+                "changed here."
             ) from self._error
 
     def _check_failures(self, failed: Table) -> None:

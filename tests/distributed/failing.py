@@ -189,6 +189,7 @@ BUILT: dict[str, Callable[[nn.Module, bool], Any]] = {
     ),
     "the codebook": lambda model, bad: Gefen(model.named_parameters(), codebook="fixed" if bad else "learned"),
     "the direction": lambda model, bad: Gefen(model.named_parameters(), maximize=bad),
+    "steps in place": lambda model, bad: Gefen(model.named_parameters(), fused=False if bad else None),
     "the number of parameters": _more(Gefen),
 }
 

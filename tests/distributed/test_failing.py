@@ -2,6 +2,7 @@
 
 import pytest
 
+from gefen_fn.agree import GroupFailure, answered
 from tests.distributed.failing import (
     BAD,
     BUILT,
@@ -49,3 +50,11 @@ def test_members_with_other_learning_rates_are_told_before_a_step(pools):
 def test_members_that_built_other_optimizers_are_told_before_the_first_step(pools, what):
     for text, unchanged in pools(2).run(build_differently, what, (2,)):
         assert unchanged and f"one {'structure' if 'number' in what else 'transform'}" in text
+
+
+def test_a_member_that_hears_nothing_from_the_others_is_told_so_and_what_to_do():
+    def lost():
+        raise RuntimeError("Timed out waiting 6000ms for send operation to complete")
+
+    with pytest.raises(GroupFailure, match=r"got no answer from some.*6000ms.*start all of them again"):
+        answered(lost)

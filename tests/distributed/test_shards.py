@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gefen_nn.checkpoint import same_bits
-from tests.distributed.training import train
+from tests.distributed.training import refused_cut, train
 
 SHAPES = {
     "wide": (50, 512),
@@ -64,3 +64,17 @@ def test_matrices_cut_by_shards_are_made_orthogonal_whole_m1(pools, tx, how, sid
     expected = train(0, tx, shapes, 3, None, how)
     got = pools(torch.Size(sides).numel()).run(train, tx, shapes, 3, sides, how)[0]
     assert not different(expected, got)
+
+
+CUT = {
+    "a block of columns": ((40, 640), "columns", "columns [320]. Use block=320"),
+    "a row of several axes, unevenly": ((8, 3, 512), "columns", "columns [1024]. Shard the leading axis"),
+    "a row of several axes, evenly": ((8, 4, 512), "columns", "none"),
+    "columns behind others": ((8, 4, 512), "last", "columns [256]. Shard the leading axis"),
+}
+
+
+@pytest.mark.parametrize(("shape", "how", "text"), CUT.values(), ids=CUT)
+def test_shards_that_cut_a_block_or_what_is_kept_of_a_row_are_refused_on_every_member(pools, shape, how, text):
+    for said in pools(2).run(refused_cut, shape, (2,), how):
+        assert text in said

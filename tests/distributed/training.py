@@ -13,6 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from gefen_fn import (
     MatrixAxes,
     MultiSteps,
+    StructureError,
     adamw,
     adaptive_grad_clip,
     apply_if_finite,
@@ -91,6 +92,7 @@ PLACEMENTS = {
     "replicated": (Replicate(),),
     "rows": (Shard(0),),
     "columns": (Shard(1),),
+    "last": (Shard(-1),),
     "hsdp": (Replicate(), Shard(0)),
     "rows and columns": (Shard(0), Shard(1)),
     "strided": (_StridedShard(0, split_factor=2), Shard(0)),
@@ -141,6 +143,15 @@ def train(
     named = {**{f"params.{k}": p for k, p in params.items()}, **flatten_state(state)}
     result = {k: whole(x).clone() for k, x in named.items()}
     return result if rank == 0 else {k: result[k] for k in ()}
+
+
+def refused_cut(rank: int, shape: Sequence[int], sides: Sequence[int], how: str) -> str:
+    """What `init` says of a leaf whose shards would cut a block, or what is kept of a row."""
+    try:
+        gefen_alias(1e-2).init({"x": spread(torch.zeros(tuple(shape)), sides, how)})
+    except StructureError as error:
+        return str(error)
+    return "none"
 
 
 def members() -> int:
