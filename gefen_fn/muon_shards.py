@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -45,39 +45,41 @@ class _Scattered(NamedTuple):
 
     Attributes:
         x: the part held here.
-        slices: where each peer's part lies in the tensor that they make up.
+        boxes: of each peer the `(first, last + 1)` of each axis of its part of the leaf.
+        axes: those along which the parts make up one tensor; along the others it stays as it is held here.
         shape: of that tensor.
         out: the dtype in which it travels to an owner.
         back: the dtype in which the owner's result travels.
     """
 
     x: Tensor
-    slices: dict[int, tuple[slice, ...]]
+    boxes: Mapping[int, tuple[tuple[int, int], ...]]
+    axes: frozenset[int]
     shape: tuple[int, ...]
     out: torch.dtype
     back: torch.dtype
 
     @classmethod
     def of(cls, x: Tensor, piece: Piece, axes: frozenset[int], out: torch.dtype, back: torch.dtype) -> _Scattered:
-        """The parts of `x` along some axes; along the others it stays as it is held here."""
+        """The part `x` of a leaf that is cut along some of these axes."""
         peers = piece.peers(axes)
         assert peers is not None  # asked of leaves that are cut
-        slices = {
-            m: tuple(slice(*ends) if n in axes else slice(None) for n, ends in enumerate(box))
-            for m, box in sorted(peers.boxes.items())
-        }
         shape = tuple(piece.whole[n] if n in axes else length for n, length in enumerate(x.shape))
-        return cls(x, slices, shape, out, back)
+        return cls(x, peers.boxes, axes, shape, out, back)
+
+    def at(self, member: int) -> tuple[slice, ...]:
+        """Where a member's part lies; found when it is asked for, as there may be thousands of them."""
+        return tuple(slice(*ends) if n in self.axes else slice(None) for n, ends in enumerate(self.boxes[member]))
 
     def shape_at(self, member: int) -> tuple[int, ...]:
         """The shape of a member's part."""
-        return tuple(len(range(length)[at]) for at, length in zip(self.slices[member], self.shape, strict=True))
+        return tuple(len(range(length)[at]) for at, length in zip(self.at(member), self.shape, strict=True))
 
     def assembled(self, me: int, came: Answer) -> Tensor:
         """The whole, of the part held here and those that came."""
         whole = self.x.new_empty(self.shape, dtype=self.out)
-        for m, at in self.slices.items():
-            whole[at] = self.x if m == me else next(came[m])
+        for m in sorted(self.boxes):
+            whole[self.at(m)] = self.x if m == me else next(came[m])
         return whole
 
 
@@ -91,7 +93,7 @@ class _Leaf(NamedTuple):
     @property
     def peers(self) -> list[int]:
         """The members that hold it between them."""
-        return list(self.tensors[0].slices)
+        return sorted(self.tensors[0].boxes)
 
     @property
     def cost(self) -> int:
@@ -187,7 +189,7 @@ def _send_back(parcel: Parcel, leaf: _Leaf, me: int, done: Done | None) -> None:
         return
     for m in leaf.peers:
         if m not in leaf.owners:
-            parcel.send[m] += [x[own.slices[m]].to(own.back) for x, own in _pairs(leaf, done)]
+            parcel.send[m] += [x[own.at(m)].to(own.back) for x, own in _pairs(leaf, done)]
 
 
 def _pairs(leaf: _Leaf, done: Done) -> list[tuple[Tensor, _Scattered]]:
@@ -197,7 +199,7 @@ def _pairs(leaf: _Leaf, done: Done) -> list[tuple[Tensor, _Scattered]]:
 def _held(leaf: _Leaf, me: int, done: Done | None, came: Answer) -> Done:
     """What is held here of a result, fp32."""
     if done is not None:
-        x, *nu = (x[own.slices[me]] for x, own in _pairs(leaf, done))
+        x, *nu = (x[own.at(me)] for x, own in _pairs(leaf, done))
     else:
         x, *nu = (next(came[leaf.owners[0]]).float() for _ in leaf.tensors)
     return Done(x, nu[0] if nu else None)
