@@ -83,7 +83,7 @@ def main() -> None:
     """Measure, and print a table: means over seeds, with the share of what fp32 gains."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.rounding", description=__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm (3)")
-    parser.add_argument("--steps", type=int, nargs=2, default=(600, 600), help="of training and of tuning (600 600)")
+    parser.add_argument("--steps", type=int, nargs=2, default=(400, 400), help="of training and of tuning (400 400)")
     parser.add_argument("--lr", type=float, default=1e-5, help="of tuning (1e-5)")
     given = parser.parse_args()
     with torch_threads(1):
