@@ -54,16 +54,23 @@ class Piece:
         """The piece that is all of a leaf."""
         return cls(tuple(shape), tuple(shape), (0,) * len(shape))
 
-    def edges(self, axis: int) -> set[int]:
+    def edges(self, axis: int) -> frozenset[int]:
         """Where the parts of all members end along an axis, the end of the leaf left out."""
-        peers = self.peers(frozenset((axis,)))
-        return set() if peers is None else {box[axis][1] for box in peers.boxes.values()} - {self.whole[axis], 0}
+        return _edges(self, axis) if axis in self.axes else frozenset()
 
     def peers(self, axes: frozenset[int]) -> Peers | None:
         """Who holds the other parts along these axes; None if none of them is cut, or the leaf lives elsewhere."""
         if not axes & self.axes or self.mesh.get_coordinate() is None:
             return None
         return _peers(self.whole, self.mesh, self.placements, axes & self.axes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _edges(piece: Piece, axis: int) -> frozenset[int]:
+    """`Piece.edges`, kept because there may be thousands of members, and each step of the pure path asks."""
+    peers = piece.peers(frozenset((axis,)))
+    ends = () if peers is None else (box[axis][1] for box in peers.boxes.values())
+    return frozenset(ends) - {piece.whole[axis], 0}
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
