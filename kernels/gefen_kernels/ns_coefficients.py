@@ -27,8 +27,8 @@ _POLAR_EXPRESS = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
 )
-# Minimax (notebooks/03_muon_coefficients.ipynb derives them): of all sets of as many steps, the least largest distance from 1
-# over singular values from s_min to 1, when the input of every step may be off by 1 %.
+# Minimax (notebooks/03_muon_coefficients.ipynb derives them): of all sets of as many steps, the least largest distance
+# from 1 over singular values from s_min to 1, when the input of every step may be off by 1 %.
 _MINIMAX3 = (  # s_min 0.02: 0.897..1.104
     (7.641780, -21.491012, 15.481631),
     (3.209269, -2.366460, 0.482320),
