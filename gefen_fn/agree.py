@@ -4,6 +4,7 @@ Collectives are issued in the order of the calls, which is the same for every me
 """
 
 import functools
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -17,6 +18,10 @@ from gefen_fn.tree import StructureError
 from gefen_kernels import reference
 
 Result = TypeVar("Result")
+
+RECORD = struct.Struct("<24sB")  # of every record: what is called, and how it failed; what follows is the call's own
+RECORD_BYTES = 64  # or gloo ends the process where members that call different things meet
+_DIGEST = struct.Struct("<q")
 
 _COUNTED: dict[Any, bool] = {}  # what `counted` was answered: an eviction on one member alone would ask alone
 
@@ -205,20 +210,48 @@ def any_member(x: Tensor, group: Any) -> Tensor:
     return x if group is None else gathered(x.to(torch.uint8), group).bool().any(0).to(x.device)
 
 
+def check_calls(records: Tensor) -> None:
+    """Refuse records, uint8 `[members, size]` on the CPU, of members that do not call the same.
+
+    Raises:
+        GroupFailure: naming the calls.
+    """
+    names = records[:, : RECORD.size - 1]
+    if bool((names == names[0]).all()):
+        return
+    calls = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in names.tolist()]
+    camps = [f"`{call}` on members {[m for m, x in enumerate(calls) if x == call]}" for call in dict.fromkeys(calls)]
+    raise GroupFailure(
+        f"All members must make the same call: got {' against '.join(camps)}; nothing was changed. Make each call on "
+        "all of them, and never under `if rank == 0`."
+    )
+
+
+def _lonely(phase: str, lost: Exception) -> Exception:
+    """What a member raises whose call was not answered, with the likeliest reason."""
+    unanswered = isinstance(lost, GroupFailure) and lost.__cause__ is not None
+    return GroupFailure(f"{lost} Do all of them call `{phase}`, and not under `if rank == 0`?") if unanswered else lost
+
+
 def together(
-    attempt: Callable[[], Result], group: Any, phase: str, digest: Callable[[Result], int] = lambda _: 0
+    attempt: Callable[[], Result],
+    group: Any,
+    phase: str,
+    digest: Callable[[Result], int] = lambda _: 0,
+    size: int = RECORD_BYTES,
 ) -> Result:
     """What `attempt` returns, if no member's attempt fails; it must change nothing and send nothing.
 
     Args:
         attempt: what each member does for itself.
         group: the process group or scope whose members call this, all of them; None for this process alone.
-        phase: what is attempted, for the others' error.
+        phase: what is attempted, for the others' error; the first 24 bytes of it.
         digest: a number that all members' results must have in common.
+        size: of a member's record in bytes, where the group's other calls send longer ones.
 
     Raises:
-        GroupFailure: if it failed on other members only, or if results differ; a member on which it failed raises its
-            own error.
+        GroupFailure: if it failed on other members only, if results differ, or if others call something else, or
+            nothing; a member on which it failed raises its own error.
     """
     if group is None:
         return attempt()
@@ -227,11 +260,14 @@ def together(
         result = attempt()
     except Exception as raised:  # whatever it is, the others have to hear of it before it goes its way
         error = raised
-    record = [0, digest(result)] if error is None else [1, 0]  # type: ignore[arg-type]  # it has succeeded
+    own = 0 if error is not None else digest(result)  # type: ignore[arg-type]  # it has succeeded
+    record = bytearray((RECORD.pack(phase.encode(), error is not None) + _DIGEST.pack(own)).ljust(size, b"\0"))
     try:
-        failed, digests = gathered(torch.tensor(record, dtype=torch.int64, device="cpu"), group).cpu().unbind(1)
+        records = gathered(torch.frombuffer(record, dtype=torch.uint8), group).cpu()
+        check_calls(records)
     except Exception as lost:  # the others wait elsewhere, or are gone: of two errors the first says why
-        raise (error or lost) from (error or lost).__cause__
+        raise (error or _lonely(phase, lost)) from (error or lost).__cause__
+    failed, digests = records[:, RECORD.size - 1], records[:, RECORD.size : RECORD.size + _DIGEST.size]
     members = failed.nonzero().flatten().tolist()
     if error is not None:
         raise error
@@ -240,10 +276,10 @@ def together(
             f"What fails on one member fails on all: `{phase}` failed on members {members} of {len(failed)}, and "
             "nothing was changed here. Their own errors say why."
         )
-    if len(set(digests.tolist())) > 1:
+    if bool((digests != digests[0]).any()):
         raise GroupFailure(
             f"All members must come to one result: `{phase}` had another one on members "
-            f"{(digests != digests[0]).nonzero().flatten().tolist()} than on member 0, and nothing was changed. "
+            f"{(digests != digests[0]).any(1).nonzero().flatten().tolist()} than on member 0, and nothing was changed. "
             "Give all members the same scope and the same build."
         )
     return result  # type: ignore[return-value]  # it is None only if `attempt` returned that

@@ -19,7 +19,7 @@ from gefen_fn.scalar import capturing
 from gefen_fn.scope import Scope, back_ends, control_device
 from gefen_fn.shards import mesh_group
 from gefen_fn.tree import StructureError
-from gefen_nn.vote import Gradients
+from gefen_nn.vote import Gradients, record_bytes
 
 Result = TypeVar("Result")
 
@@ -68,6 +68,10 @@ class Control:
             self._sums = self._given is None or self._given.members == members
         scope = self._found if self._given is None else self._given
         return scope if scope is not None and len(scope.members) > 1 else None
+
+    def together(self, attempt: Callable[[], Result], group: Any, call: str) -> Result:
+        """`agree.together` of those who vote, in records of a vote's size, so that a member that steps is told."""
+        return agree.together(attempt, group, call, size=record_bytes(self.parameters))
 
     def squares(self, grads: Gradients) -> Tensor | None:
         """A member's squares of a norm, as of `squares_of`; None also if others hold the parameters."""
@@ -144,13 +148,13 @@ def _voting(members: tuple[int, ...], beside: Any) -> Scope:
         device = control_device(beside)
         if len(members) == dist.get_world_size():
             kind = back_ends(beside)[device.type]
-            beside = dist.new_group(list(members), timeout=_timeout(beside, device), backend=kind)
+            beside = dist.new_group(list(members), timeout=timeout_of(beside), backend=kind)
         _VOTING[key] = Scope("votes", members, beside, device)
     return _VOTING[key]
 
 
-def _timeout(group: Any, device: torch.device) -> timedelta | None:
+def timeout_of(group: Any) -> timedelta | None:
     """The timeout of a process group, if its back end tells."""
-    options = getattr(group._get_backend(device), "options", None)
+    options = getattr(group._get_backend(control_device(group)), "options", None)
     limit: timedelta | None = getattr(options, "_timeout", None)
     return limit

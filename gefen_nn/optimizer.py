@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gefen_fn.agree import together
 from gefen_fn.base import GradientTransformation, OptState, check_transform, write_updates
 from gefen_fn.describe import Report, describe
 from gefen_fn.fuse import FusedStep, fuse, write_state
@@ -229,7 +228,8 @@ class TransformOptimizer(torch.optim.Optimizer):
         def attempt() -> OptState:
             return moved(self._kept, self._sync(), self._host, host, self._capturable)
 
-        self._kept.state, self._host = together(attempt, self._group(), "offload"), host
+        call = "restore" if host is None else "offload"
+        self._kept.state, self._host = self._control.together(attempt, self._group(), call), host
         self._fused = None if self._fused is None else fuse(self._tx)  # the old one's plan holds what was moved
 
     def _shown(self, state: OptState) -> OptState:
@@ -355,7 +355,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         return report
 
     def _restore(self, state_dict: dict[str, Any], strict: bool) -> checkpoint.LoadReport:
-        loaded = together(lambda: self._loaded(state_dict, strict), self._group(), "load_state_dict")
+        loaded = self._control.together(lambda: self._loaded(state_dict, strict), self._group(), "load_state_dict")
         with self._kept.writing("load_state_dict"):
             for target, given in zip(self.param_groups, loaded.values, strict=True):
                 checkpoint.fill_group(target, given)

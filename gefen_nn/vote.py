@@ -1,6 +1,6 @@
 """The vote before a step: each member says in one record what it found, and all draw the same conclusion.
 
-A record is 64 bytes and two bits for each parameter. Decisions are ORs, assertions are equalities, and an error names
+A record is 64 bytes, which begin with the name of the call, and two bits for each parameter. Decisions are ORs, assertions are equalities, and an error names
 the members. Records are of one size, or gloo ends the process: it is that of the last vote, and a second one follows
 where all members have another number of parameters. Without a group each phase fails for itself, and nothing is sent.
 """
@@ -29,6 +29,7 @@ Table = npt.NDArray[Any]
 PHASES = ("", "pre-hooks", "closure", "structure", "gradients", "scaler")
 _HEAD = np.dtype(
     [
+        ("call", f"S{agree.RECORD.size - 1}"),
         ("failed", "u1"),
         ("scaler", "u1"),
         ("scaled", "u1"),
@@ -40,7 +41,7 @@ _HEAD = np.dtype(
         ("scale", "f8"),
         ("squares", "f8"),
         ("clips", "u1"),
-        ("spare", "V27"),
+        ("spare", "V3"),
     ]
 )
 
@@ -285,7 +286,9 @@ class Phases:
     def _heard(self, record: Tensor) -> Tensor:
         """The records of all members; this member's own failure is not lost where the others do not answer."""
         try:
-            return agree.gathered(record, self.group)
+            records = agree.gathered(record, self.group)
+            agree.check_calls(records.cpu())
+            return records
         except Exception as lost:
             if self._error is None:
                 raise
@@ -307,7 +310,7 @@ class Phases:
 def _record(failed: int, room: int, ballot: Ballot | None) -> Table:
     """One member's record, uint8; without the bits of its parameters if they are not as many as it has room for."""
     head, bits = np.zeros((), _HEAD), np.zeros((2, room), np.bool_)
-    head["failed"] = failed
+    head["call"], head["failed"] = "step", failed
     if ballot is not None:
         given, filled = np.asarray(ballot.given, np.bool_), np.asarray(ballot.filled, np.bool_)
         head["parameters"] = len(given)

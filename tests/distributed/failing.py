@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from gefen_fn import Block, Factored, chain, clip_by_global_norm, gefen
-from gefen_nn import Gefen, GefenMuon, GroupFailure, TransformOptimizer
+from gefen_nn import Gefen, GefenMuon, GroupFailure, TransformOptimizer, offload, restore
 from tests.distributed.adapter import build, give_gradients
 from tests.distributed.scoped import scope_of
 
@@ -214,6 +214,24 @@ def step_at_another_rate(rank: int, sides: tuple[int, ...]) -> tuple[str, bool]:
     before = scene.bits()
     try:
         scene.optimizer.step()
+    except GroupFailure as error:
+        return str(error), scene.bits() == before
+    return "none", False
+
+
+CALLS: dict[str, Callable[[Scene], None]] = {
+    "offload": lambda scene: offload(scene.optimizer),
+    "restore": lambda scene: restore(scene.optimizer),
+    "load_state_dict": lambda scene: scene.optimizer.load_state_dict(scene.optimizer.state_dict()) and None,
+}
+
+
+def call_alone(rank: int, call: str, sides: tuple[int, ...]) -> tuple[str, bool]:
+    """The error where one member calls something and the others step, and whether nothing changed."""
+    scene = Scene(rank, sides, "gefen")
+    before = scene.bits()
+    try:
+        CALLS[call](scene) if rank == BAD else scene.optimizer.step()
     except GroupFailure as error:
         return str(error), scene.bits() == before
     return "none", False

@@ -2,13 +2,16 @@
 
 import pytest
 
-from gefen_fn.agree import GroupFailure, answered
+from gefen_fn import agree
+from gefen_fn.agree import GroupFailure, answered, together
 from tests.distributed.failing import (
     BAD,
     BUILT,
+    CALLS,
     FAULTS,
     PLAIN,
     build_differently,
+    call_alone,
     fail,
     scaled_together,
     step_at_another_rate,
@@ -50,6 +53,27 @@ def test_members_with_other_learning_rates_are_told_before_a_step(pools):
 def test_members_that_built_other_optimizers_are_told_before_the_first_step(pools, what):
     for text, unchanged in pools(2).run(build_differently, what, (2,)):
         assert unchanged and f"one {'structure' if 'number' in what else 'transform'}" in text
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_member_that_calls_something_else_while_the_others_step_is_told_and_nothing_changes(pools, call):
+    for text, unchanged in pools(2).run(call_alone, call, (2,)):
+        assert unchanged and f"got `step` on members [0] against `{call}` on members [1]" in text
+
+
+def test_a_member_that_calls_alone_is_asked_whether_all_of_them_call(monkeypatch):
+    def lost(*_):
+        raise GroupFailure("got no answer") from RuntimeError("Timed out")
+
+    monkeypatch.setattr(agree, "gathered", lost)
+    with pytest.raises(GroupFailure, match=r"no answer.*all of them call `save`.*under `if rank == 0`"):
+        together(lambda: 1, object(), "save")
+    with pytest.raises(OSError, match="full"):
+        together(_full, object(), "save")
+
+
+def _full():
+    raise OSError("the disk is full")
 
 
 def test_a_member_that_hears_nothing_from_the_others_is_told_so_and_what_to_do():
