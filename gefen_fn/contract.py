@@ -1,11 +1,15 @@
 """What an optimizer promises: the layouts it can train on, and what its checkpoints restore.
 
-A claim that is False means unsupported, never unknown: a transform that publishes nothing claims only that it trains on
-replicated tensors.
+A claim that is False means unsupported, never unknown. A transform's contract is its `Capabilities`. Those of the
+transforms here are read off the `Recipe` that their constructors leave at `update.recipe`: their name and arguments.
+
+A transform of one's own has no recipe, and may publish a contract by `update.contract = Capabilities(...)`. One that
+publishes none trains and is saved all the same: it claims only what holds of every pure function, that it trains on
+replicated tensors and is restored where it was saved; of all else it is said that it is not stated, and by whom.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gefen_fn.base import GradientTransformation, Recipe
@@ -38,6 +42,8 @@ class Capabilities:
         resharding_exact: it restores them on any other too.
         refused: why not, where it does not; one reason each.
         version: of this contract.
+        unstated: layouts that stages which publish no contract are silent on, and that no stage of theirs is short of.
+        silent: those stages.
 
     Raises:
         TypeError: naming the field, for a value of another type; a truthy value is no bool, and True no version.
@@ -50,11 +56,13 @@ class Capabilities:
     resharding_exact: bool
     refused: tuple[str, ...] = ()
     version: int = CONTRACT_VERSION
+    unstated: tuple[str, ...] = ()
+    silent: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what is no claim, where it is made."""
-        object.__setattr__(self, "layouts", _names("layouts", self.layouts))
-        object.__setattr__(self, "refused", _names("refused", self.refused))
+        for field in ("layouts", "refused", "unstated", "silent"):
+            object.__setattr__(self, field, _names(field, getattr(self, field)))
         _exactly("name", self.name, str)
         for flag in ("same_topology_exact", "resharding_exact"):
             _exactly(flag, getattr(self, flag), bool)
@@ -84,7 +92,8 @@ def _names(field: str, values: Any) -> tuple[str, ...]:
 
 def unpublished(name: str) -> Capabilities:
     """The claims of a transform that makes none."""
-    return Capabilities(name, ("replicated",), True, False, (f"{name} publishes no contract",))
+    reason = f"elsewhere not stated by {name}: unknown stage, publishes no contract (see gefen_fn.contract)"
+    return Capabilities(name, ("replicated",), True, False, (reason,), unstated=LAYOUTS[1:], silent=(name,))
 
 
 def of_parts(name: str, parts: Sequence[Capabilities]) -> Capabilities:
@@ -101,30 +110,42 @@ def of_parts(name: str, parts: Sequence[Capabilities]) -> Capabilities:
     """
     for part in parts:
         _exactly("parts", part, Capabilities)
-    layouts = dict.fromkeys(layout for part in parts for layout in part.layouts)
-    refused = dict.fromkeys(reason for part in parts for reason in part.refused)
+    layouts, refused, unstated, silent = (
+        dict.fromkeys(name for part in parts for name in getattr(part, field))
+        for field in ("layouts", "refused", "unstated", "silent")
+    )
     same, resharded = (
         all(getattr(part, flag) for part in parts) for flag in ("same_topology_exact", "resharding_exact")
     )
-    return Capabilities(name, tuple(layouts) or ("replicated",), same, resharded, tuple(refused))
+    stated = tuple(layouts) or ("replicated",), same, resharded, tuple(refused)
+    return Capabilities(name, *stated, unstated=tuple(unstated), silent=tuple(silent))
 
 
 def of_stages(name: str, stages: Sequence[Capabilities]) -> Capabilities:
     """The claims of stages that each step the same leaves: what every one of them can do."""
-    layouts = [layout for layout in LAYOUTS if all(layout in stage.layouts for stage in stages)]
-    whole = of_parts(name, stages)
-    return Capabilities(name, tuple(layouts), whole.same_topology_exact, whole.resharding_exact, whole.refused)
+    layouts = tuple(layout for layout in LAYOUTS if all(layout in stage.layouts for stage in stages))
+    possible = [layout for layout in LAYOUTS if all(layout in stage.layouts + stage.unstated for stage in stages)]
+    unstated = tuple(layout for layout in possible if any(layout in stage.unstated for stage in stages))
+    return replace(of_parts(name, stages), layouts=layouts, unstated=unstated)
 
 
 def claims(tx: GradientTransformation) -> Capabilities:
-    """What a transform promises, read off its recipe; the leaves are not looked at."""
-    recipe = getattr(getattr(tx, "update", None), "recipe", None)
+    """What a transform promises, by its contract or read off its recipe; the leaves are not looked at."""
+    update = getattr(tx, "update", None)
+    recipe, contract = getattr(update, "recipe", None), getattr(update, "contract", None)
+    if isinstance(contract, Capabilities):
+        return contract
     if not isinstance(recipe, Recipe):
-        return unpublished("a transform without a recipe")
+        return unpublished(_own_name(update))
     inner = [claims(part) for part in inner_of(recipe)]
     if inner:
         return of_parts(recipe.name, inner) if recipe.name == "partition" else of_stages(recipe.name, inner)
     return _CLAIMS.get(recipe.name, _anywhere)(recipe)
+
+
+def _own_name(update: Any) -> str:
+    """What a transform of one's own is called: the function that made it."""
+    return str(getattr(update, "__qualname__", type(update).__name__)).split(".")[0]
 
 
 def _anywhere(recipe: Recipe) -> Capabilities:

@@ -98,6 +98,8 @@ class Report(NamedTuple):
     def _where(self) -> str:
         """The layouts, and where leaves are stepped here."""
         layouts, devices = ", ".join(self.claims.layouts), ", ".join(self.stepped_on)
+        if self.claims.unstated:
+            layouts += f" ({', '.join(self.claims.unstated)}: not stated by {', '.join(self.claims.silent)})"
         state = f"fetched from {self.kept_on}" if self.kept_on else "beside the parameters"
         return f"{layouts}; here on {devices}, state {state}" if devices else layouts
 
@@ -157,22 +159,36 @@ def _guarantee(claims: Capabilities) -> str:
 
 
 def _owner(key: str, leaves: Mapping[str, Tensor]) -> str | None:
-    """The path in a key `<stage>.<field>.<path>[.<subfield>]`; a bare tensor has the empty path."""
-    field, *rest = key.split(".")[1:]
+    """The path in a key `<stage>.<field>.<path>[.<subfield>]`; a bare tensor has the empty path.
+
+    A state that is no NamedTuple has no field.
+    """
+    stage, *rest = key.split(".")
+    field = "" if stage.partition("#")[0] == "state" or not rest else rest.pop(0)
     paths = [".".join(rest[:n]) for n in range(len(rest), -1, -1)]
     return None if field in _SHARED else next((path for path in paths if path in leaves), None)
 
 
 def _leaf(path: str, p: Tensor, state: dict[str, Tensor], rules: Mapping[str, Mapping[str, Any]]) -> LeafReport:
-    below = f".{path}" if path else ""
-    names = {key.split(".", 1)[1].replace(below, "", 1): x for key, x in state.items()}
-    kept = {name: f"{str(x.dtype).removeprefix('torch.')}{_shape(x.shape)}" for name, x in names.items() if x.dim()}
+    shown = [(_field(key, path), key, x) for key, x in state.items() if x.dim()]
+    fields = [field for field, *_ in shown]
+    kept = {field if fields.count(field) == 1 else f"{key.split('.')[0]}.{field}": _form(x) for field, key, x in shown}
     stages = dict.fromkeys(key.split(".")[0] for key in state)
     notes = [_note(tuple(p.shape), rules[stage]) for stage in stages if stage in rules]
     placements = ", ".join(map(str, placements_of(p)))
     held = sum(math.prod(placed_shape(p, x.shape)) * x.itemsize for x in state.values())
     own = readable(path), tuple(p.shape), p.dtype, ", ".join(stages), kept, state_bytes(state), held, placements
     return LeafReport(*own, "; ".join(filter(None, notes)))
+
+
+def _field(key: str, path: str) -> str:
+    """The names in a key but the stage's and the path's; a state without fields is called `state`."""
+    stage, _, rest = key.partition(".")
+    return f".{rest}.".replace(f".{path}." if path else ".", ".", 1).strip(".") or stage
+
+
+def _form(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')}{_shape(x.shape)}"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -27,9 +27,10 @@ Filter = Callable[[Path, Any], bool]
 def flatten_state(state: OptState) -> dict[str, Tensor]:
     """Name every tensor of a state `<stage>.<field>[.<leaf path>][.<subfield>]`.
 
-    The stage is the name of the transform (`ScaleByAdamState` gives `scale_by_adam`), not its place in a chain, so
-    inserting another stage keeps the names; the second of a kind is `scale_by_adam#2`. A stage's inner state, the
-    fields that begin with `inner`, is named for itself. `None` leaves are left out.
+    The stage is the name of the state's class (`ScaleByAdamState` gives `scale_by_adam`), not its place in a chain, so
+    inserting another stage keeps the names; the second of a kind is `scale_by_adam#2`, and a state that is no
+    NamedTuple is `state`. A stage's inner state, the fields that begin with `inner`, is named for itself. `None` leaves
+    are left out.
 
     Args:
         state: the state of any transform.
@@ -158,17 +159,17 @@ def state_bytes(state: OptState, *, world: Literal["local", "global"] = "local")
 
 def _map_stages(f: Callable[[str, Tensor], Tensor], node: Any, seen: dict[str, int]) -> Any:
     """Map `f(key, tensor)` over a state, stage by stage."""
-    if _is_stage(node):
+    if _is_namedtuple(node):
         stage = _stage_name(type(node), seen)
         parts = {name: _map_field(f, stage, name, getattr(node, name), seen) for name in node._fields}
         return type(node)(**parts)
     if holds_stages(node):
         return _like(node, {key: _map_stages(f, value, seen) for key, value in _items(node)})
-    return _map_leaves(f, "state", node)
+    return _map_leaves(f, _numbered("state", seen), node)
 
 
 def _map_field(f: Callable[[str, Tensor], Tensor], stage: str, name: str, value: Any, seen: dict[str, int]) -> Any:
-    is_inner = name.startswith("inner") and (_is_stage(value) or holds_stages(value))
+    is_inner = name.startswith("inner") and (_is_namedtuple(value) or holds_stages(value))
     return _map_stages(f, value, seen) if is_inner else _map_leaves(f, f"{stage}.{name}", value)
 
 
@@ -191,16 +192,22 @@ def _is_stage(node: Any) -> bool:
 
 
 def holds_stages(node: Any) -> bool:
-    """Whether a part of a state is a chain's tuple, a partition's dictionary, or the like, with stages inside."""
+    """Whether a part of a state is a chain's tuple, a partition's dictionary, or the like, with stages inside.
+
+    One that is known tells: beside it may stand what somebody's own transform keeps, whatever that is called.
+    """
     if _is_namedtuple(node) or not isinstance(node, (tuple, list, dict)):
         return False
-    children = [value for _, value in _items(node)]
-    return all(_is_stage(x) or holds_stages(x) for x in children)
+    is_chain = isinstance(node, tuple)
+    return any(_is_stage(x) or holds_stages(x) or (is_chain and _is_namedtuple(x)) for _, x in _items(node))
 
 
 def _stage_name(cls: type, seen: dict[str, int]) -> str:
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__.removesuffix("State").lstrip("_"))
-    name = words.lower() or "state"
+    return _numbered(words.lower() or "state", seen)
+
+
+def _numbered(name: str, seen: dict[str, int]) -> str:
     seen[name] = seen.get(name, 0) + 1
     return name if seen[name] == 1 else f"{name}#{seen[name]}"
 

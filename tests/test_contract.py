@@ -8,6 +8,7 @@ import gefen_nn
 from gefen_fn import (
     Factored,
     FlatBlocks,
+    GradientTransformation,
     adamw,
     chain,
     clip_by_global_norm,
@@ -66,6 +67,39 @@ def test_7_8_parts_claim_the_union_to_train_and_the_intersection_to_restore():
 
 def test_stages_of_one_chain_claim_only_what_each_can_do():
     assert of_stages("chain", [NARROW, WIDE]).layouts == ("replicated",)
+
+
+def own(contract=None):
+    """A transform as a user writes it."""
+
+    def update(updates, state, params=None, **extra):
+        return updates, state
+
+    if contract is not None:
+        update.contract = contract
+    return GradientTransformation(lambda params: (), update)
+
+
+SILENT = {
+    "alone": (own(), ("replicated",), LAYOUTS[1:]),
+    "in a chain": (chain(own(), gefen(1e-3)), ("replicated",), LAYOUTS[1:]),
+    "before what cannot": (chain(own(), gefen(1e-3, block=FlatBlocks(256))), ("replicated",), ()),
+    "part of a model": (partition({"a": own(), "b": gefen(1e-3)}, "b"), LAYOUTS, LAYOUTS[1:]),
+    "in a chain around a part": (chain(partition({"a": own(), "b": gefen(1e-3)}, "b")), LAYOUTS, LAYOUTS[1:]),
+}
+
+
+@pytest.mark.parametrize(("tx", "layouts", "unstated"), SILENT.values(), ids=SILENT)
+def test_what_a_transform_of_ones_own_leaves_open_is_not_stated_by_it_alone(tx, layouts, unstated):
+    claim = claims(tx)
+    assert set(claim.layouts) == set(layouts) and set(claim.unstated) == set(unstated)
+    assert claim.silent == ("own",) and claim.same_topology_exact and not claim.resharding_exact
+
+
+def test_a_transform_of_ones_own_may_publish_its_contract():
+    contract = Capabilities("own", LAYOUTS, True, True)
+    tx = chain(own(contract), gefen(1e-3))
+    assert claims(tx).layouts == LAYOUTS and claims(tx).resharding_exact and not claims(tx).silent
 
 
 def test_containers_are_copied():

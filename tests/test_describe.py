@@ -1,11 +1,15 @@
 """What `describe` says of each leaf."""
 
+import math
+from typing import NamedTuple
+
 import pytest
 import torch
 
 from gefen_fn import (
     Block,
     FlatBlocks,
+    GradientTransformation,
     MultiSteps,
     adamw,
     chain,
@@ -20,6 +24,7 @@ from gefen_fn import (
     partition,
     scale_by_gefen,
     state_bytes,
+    tree_map,
 )
 from gefen_nn import Gefen
 
@@ -49,6 +54,45 @@ def test_every_leaf_has_a_row_with_its_reason_and_the_bytes_add_up(tx):
     assert {leaf.path: leaf.note for leaf in report.leaves} == NOTES
     assert report.bytes == state_bytes(tx.init(PARAMS))
     assert set(report.leaves[-1].kept) == {"mu.codes", "mu.absmax", "nu.row", "nu.col"}
+
+
+class Agreement(NamedTuple):
+    mu: dict
+
+
+def damp(state):
+    """A transform as a user writes it."""
+
+    def update(updates, state, params=None, **extra):
+        return updates, state
+
+    return GradientTransformation(lambda params: state(tree_map(torch.zeros_like, params)), update)
+
+
+OWN = {
+    "a NamedTuple": (chain(damp(Agreement), gefen(1e-3)), "agreement"),
+    "a tree": (named_chain(("own", damp(lambda tree: tree)), ("rest", gefen(1e-3))), "state"),
+    "accumulating": (chain(MultiSteps(damp(Agreement), 1), gefen(1e-3)), "agreement"),
+}
+
+
+@pytest.mark.parametrize(("tx", "stage"), OWN.values(), ids=OWN)
+def test_a_transform_of_ones_own_is_reported_beside_the_others(tx, stage):
+    report = describe(tx, PARAMS)
+    plain = {leaf.path: leaf for leaf in describe(gefen(1e-3), PARAMS).leaves}
+    for leaf in report.leaves:
+        known = plain[leaf.path]
+        assert {stage, known.rule} <= set(leaf.rule.split(", ")) and leaf.note == known.note
+        assert leaf.bytes >= known.bytes + 4 * math.prod(leaf.shape)
+    assert report.bytes == state_bytes(tx.init(PARAMS))
+    text = str(report)
+    assert "codebook of scale_by_gefen: learned by" in text
+    assert "offloaded: not stated by damp)" in text and "unknown stage, publishes no contract" in text
+
+
+def test_fields_of_one_name_are_told_apart_by_their_stages():
+    kept = describe(chain(damp(Agreement), gefen(1e-3)), {"b": torch.empty(300)}).leaves[0].kept
+    assert list(kept) == ["agreement.mu", "scale_by_gefen.mu", "nu"]
 
 
 def test_parts_of_a_partition_are_described_by_their_own_rule():
