@@ -6,6 +6,7 @@ Names, argument order and sign follow optax: updates flow through `update`, the 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from gefen_fn.exchange import Later, finish
 from gefen_fn.scalar import Scalar, check_state, exact, rounded, wide_dtype
-from gefen_fn.tree import Tree, check_floating, tree_leaves, tree_map, tree_parts
+from gefen_fn.tree import StructureError, Tree, check_floating, tree_leaves, tree_map, tree_parts
 
 Params = Tree
 Updates = Tree
@@ -39,6 +40,7 @@ class UpdateFn(Protocol):
         """Transform the updates and return the next state; pure."""
 
 
+_CONTRACT = "A transform's update must be `update(updates, state, params=None, **extra) -> (updates, state)`"
 Waits = tuple[Updates, OptState] | Later[tuple[Updates, OptState]]
 
 
@@ -127,9 +129,54 @@ def made_in_rounds(recipe: Recipe, init: InitFn, start: StartFn) -> GradientTran
 def started(
     tx: GradientTransformation, updates: Updates, state: OptState, params: Params | None = None, **extra: Any
 ) -> Waits:
-    """`tx.update`, as far as it goes without other members; all of it if `tx` was not made in rounds."""
-    start: StartFn = getattr(tx.update, "start", tx.update)
+    """`tx.update`, as far as it goes without other members; all of it if `tx` was not made in rounds.
+
+    Raises:
+        StructureError: if an update of somebody's own does not take or return what an `UpdateFn` does.
+    """
+    update = tx.update
+    if not hasattr(update, "recipe"):
+        return _checked(update, updates, state, params, extra)
+    start: StartFn = getattr(update, "start", update)
     return start(updates, state, params, **extra)
+
+
+def updated(
+    tx: GradientTransformation, updates: Updates, state: OptState, params: Params | None = None, **extra: Any
+) -> tuple[Updates, OptState]:
+    """`tx.update`, checked as `started` does."""
+    return finish(started(tx, updates, state, params, **extra))
+
+
+def _checked(
+    update: UpdateFn, updates: Updates, state: OptState, params: Params | None, extra: Mapping[str, Any]
+) -> tuple[Updates, OptState]:
+    try:
+        out = update(updates, state, params, **extra)
+    except TypeError as error:
+        if _takes(update, extra):
+            raise
+        raise StructureError(
+            f"{_CONTRACT}: got {_called(update)}, which does not take them ({error}). Add them."
+        ) from error
+    if not isinstance(out, (tuple, list)) or len(out) != 2:
+        came = (
+            f"a {type(out).__name__} of {len(out)}" if isinstance(out, (tuple, list)) else f"one {type(out).__name__}"
+        )
+        raise StructureError(f"{_CONTRACT}: got {came} from {_called(update)}. Return both.")
+    return out[0], out[1]
+
+
+def _takes(update: UpdateFn, extra: Mapping[str, Any]) -> bool:
+    try:
+        inspect.signature(update).bind(None, None, None, **extra)
+    except (TypeError, ValueError):  # it does not, or nothing is known of it
+        return False
+    return True
+
+
+def _called(update: UpdateFn) -> str:
+    return f"`{getattr(update, '__qualname__', type(update).__name__)}`"
 
 
 def write(recipe: Recipe) -> str:

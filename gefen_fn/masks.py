@@ -5,7 +5,7 @@ import re
 from torch import Tensor
 
 from gefen_fn.base import Params
-from gefen_fn.tree import Tree, tree_leaves, tree_paths, tree_structure, tree_unflatten
+from gefen_fn.tree import Tree, check_leaves, tree_leaves, tree_paths, tree_structure, tree_unflatten
 
 _UNDECAYED = re.compile(r"norm|embed|(^|_)(bias|ln|bn|emb|wte|wpe)\d*(_|$)", re.IGNORECASE)
 
@@ -21,7 +21,11 @@ def decay_mask(params: Params) -> Tree:
 
     Returns:
         A tree of bool like `params`; False for `None`.
+
+    Raises:
+        StructureError: if a leaf is no tensor, as a module is none.
     """
+    check_leaves(params)
     keep = [_is_decayed(path, leaf) for path, leaf in zip(tree_paths(params), tree_leaves(params), strict=True)]
     return tree_unflatten(tree_structure(params), keep)
 

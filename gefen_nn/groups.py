@@ -6,9 +6,9 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gefen_fn.base import GradientTransformation, OptState, Recipe
+from gefen_fn.base import GradientTransformation, OptState, Recipe, check_transform
 from gefen_fn.program import Path, at, put
 from gefen_fn.scalar import scalar_on
 from gefen_fn.tree import StructureError
@@ -19,6 +19,21 @@ Keys = Mapping[str, tuple[str, ...]]  # from group key to the hyperparameters it
 _TORCH_NAMES = {"learning_rate": "lr"}
 _NAMES = "lr learning_rate betas beta1 beta2 b1 b2 eps weight_decay momentum dampening nesterov decay amsgrad maximize"
 _HYPERPARAMETERS = frozenset(_NAMES.split())
+_IDLE: dict[str, tuple[Any, ...]] = {  # what torch's optimizers write into groups, at the values that ask for nothing
+    "amsgrad": (False,),
+    "maximize": (False,),
+    "capturable": (False,),
+    "differentiable": (False,),
+    "decoupled_weight_decay": (True,),
+    "momentum": (0,),
+    "dampening": (0,),
+    "nesterov": (False,),
+}
+REFUSED = {
+    "amsgrad": "The running maximum of the second moment is not kept: leave it out",
+    "differentiable": "Use the pure transform, `gefen_fn.gefen`, and differentiate through its updates",
+    "decoupled_weight_decay": "Decay is always decoupled: leave it out",
+}
 _GUARDS = {"MultiSteps": "inner_opt_state", "apply_if_finite": "inner_state"}
 _ROUNDING = 1e-12  # torch's LinearLR from 1/3 to 0 ends at -1.4e-20
 
@@ -38,6 +53,9 @@ class ExpressionGroup(dict[str, Any]):
 
 
 def _no_such_key(key: str, known: Mapping[str, Any]) -> str:
+    meant = _TORCH_NAMES.get(key) or next(iter(get_close_matches(key.lower(), known, 1, 0.8)), None)
+    if meant in known:
+        return f"A group key must be one that a step reads: got `{key}`. Did you mean `{meant}`?"
     return (
         f"A group has `{key}` only if one `inject_hyperparams` of the transform injects it: got groups that have "
         f"{sorted(known)}. Correct the name, or write `inject_hyperparams(adamw)(learning_rate=1e-3)`, around several "
@@ -110,8 +128,28 @@ def check_keys(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
     for key, value in group.items():
         if key in FIXED_KEYS and value != defaults[key]:
             raise ValueError(f"`{key}` must be {defaults[key]} in all groups: got {value}. Give it to the optimizer.")
-        if key not in defaults and get_close_matches(str(key), [*defaults, *_HYPERPARAMETERS], 1, 0.85):
+        if key not in defaults and not _is_idle(group, key) and _resembles(str(key), defaults):
             raise ValueError(_no_such_key(key, defaults))
+
+
+def _is_idle(group: Mapping[str, Any], key: str) -> bool:
+    """Whether torch's optimizers write this key, and it asks for nothing.
+
+    Raises:
+        ValueError: if it asks for what no step does.
+    """
+    value = group[key]
+    if key == "decoupled_weight_decay" and not group.get("weight_decay"):
+        return isinstance(value, bool)  # of no decay nothing is to be decoupled
+    if key in REFUSED and isinstance(value, bool) and value not in _IDLE[key]:
+        raise ValueError(f"`{key}` must be {_IDLE[key][0]}: got {value}. {REFUSED[key]}.")
+    return key in _IDLE and isinstance(value, (bool, int, float)) and value in _IDLE[key]
+
+
+def _resembles(key: str, defaults: Mapping[str, Any]) -> bool:
+    """Whether a key is a hyperparameter's, or nearly so; `max_momentum` and the like are notes of schedulers."""
+    likeness = 0.8 if len(key) <= 3 else 0.85
+    return bool(get_close_matches(key.lower(), [*defaults, *_HYPERPARAMETERS], 1, likeness))
 
 
 def check_values(rebuild: Callable[[dict[str, Any]], Any], group: Mapping[str, Any], keys: Keys, read: bool) -> None:
@@ -129,12 +167,31 @@ def check_values(rebuild: Callable[[dict[str, Any]], Any], group: Mapping[str, A
     for key, names in keys.items():
         parts = _parts(group.get(key), names)
         if len(parts) != len(names) or not all(map(_is_number, parts)):
-            count = f"{len(names)} numbers" if len(names) > 1 else "a number or a 0-dim tensor"
-            raise ValueError(f"`{key}` must be {count}: got {group.get(key)!r}. Leave it out for the default.")
+            raise ValueError(_no_number(key, len(names), group.get(key)))
         try:
             rebuild({name: _plain(x, read) for name, x in zip(names, parts, strict=True)})
         except (TypeError, ValueError) as error:
             raise ValueError(f"`{key}` of a group: {error}") from error
+
+
+def _no_number(key: str, count: int, value: Any) -> str:
+    wanted = f"{count} numbers" if count > 1 else "a number or a 0-dim tensor"
+    if isinstance(value, str) or (isinstance(value, (tuple, list)) and any(isinstance(x, str) for x in value)):
+        came = "a string" if isinstance(value, str) else "strings"
+        return (
+            f"`{key}` must be {wanted}: got {came}, {value!r}. Write a float; YAML reads 1e-3 as a string, 1.0e-3 not."
+        )
+    return f"`{key}` must be {wanted}: got {value!r}. Leave it out for the default."
+
+
+def check_arguments(params: Any, tx: Any) -> None:
+    """Raise `TypeError` for a transform that is none, and for a module, whose parameters are meant."""
+    check_transform(tx)
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"`params` must be parameters, pairs or groups: got a {type(params).__name__}, a module. "
+            "Pass `model.named_parameters()`."
+        )
 
 
 def _parts(value: Any, names: tuple[str, ...]) -> Sequence[Any]:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gefen_fn.base import GradientTransformation, OptState, check_transform, write_updates
+from gefen_fn.base import GradientTransformation, OptState, updated, write_updates
 from gefen_fn.describe import Report, describe
 from gefen_fn.fuse import FusedStep, fuse, write_state
 from gefen_fn.runs import runs
@@ -48,7 +48,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             another one.
 
     Raises:
-        TypeError: if `tx` is not a transform.
+        TypeError: if `tx` is not a transform, or `params` is a module.
         ValueError: for a parameter or name given twice, a group key that no step would read, or a value out of range.
         StructureError: for a parameter that is not a dense floating-point tensor.
     """
@@ -68,7 +68,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         capturable: bool = False,
     ) -> None:
         self._kept, self._host = Kept(), None
-        check_transform(tx)
+        groups.check_arguments(params, tx)
         self._tx, self._capturable = tx, capturable
         self._fused = None if fused is False else fuse(tx)
         injection = groups.find_injection(tx)
@@ -327,7 +327,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         if step is not None and not torch.compiler.is_compiling():
             with self._kept.stepping(step):
                 return step(grads, state, params, **known)
-        updates, new = self._tx.update(grads, state, params, **known)
+        updates, new = updated(self._tx, grads, state, params, **known)
         with self._kept.writing("step"):
             write_updates(params, updates)
             return write_state(state, new) if self._capturable and not torch.compiler.is_compiling() else new

@@ -17,8 +17,7 @@ from gefen_nn import groups
 from gefen_nn.optimizer import TransformOptimizer
 
 _REFUSED = {
-    "amsgrad": "The running maximum of the second moment is not kept; leave it out",
-    "differentiable": "Use the pure transform, `gefen_fn.gefen`, and differentiate through its updates",
+    **groups.REFUSED,
     "error_if_nonfinite": "It reads gradients on the host, which a step with capturable=True does not",
 }
 

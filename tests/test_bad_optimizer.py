@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch import nn
 
-from gefen_fn import StructureError, adamw, flatten_state, inject_hyperparams
-from gefen_nn import CheckpointError, Gefen, TransformOptimizer
+from gefen_fn import (
+    EmptyState,
+    GradientTransformation,
+    StructureError,
+    adamw,
+    chain,
+    decay_mask,
+    flatten_state,
+    inject_hyperparams,
+)
+from gefen_nn import CheckpointError, Gefen, GefenMuon, Muon, TransformOptimizer
 from tests.test_bad_input import INF, NAN, equal, refuse
 
 
@@ -164,6 +173,98 @@ def test_a_value_that_an_injected_factory_refuses_is_refused_everywhere(values):
 @pytest.mark.parametrize("make", [Gefen, lambda params: TransformOptimizer(params, adamw(0.1))], ids=["Gefen", "plain"])
 def test_a_group_key_that_no_step_reads_is_refused(make, key):
     refuse(ValueError, lambda: make([{"params": [nn.Parameter(torch.ones(3))], key: 7}]), f"`{key}`")
+
+
+FILLED = {
+    "AdamW": (torch.optim.AdamW, Gefen),
+    "Adam": (torch.optim.Adam, Gefen),
+    "SGD": (torch.optim.SGD, Gefen),
+    "GefenMuon": (torch.optim.AdamW, GefenMuon),
+}
+
+
+@pytest.mark.parametrize(("other", "ours"), FILLED.values(), ids=FILLED)
+def test_groups_that_an_optimizer_of_torch_has_filled_are_taken(other, ours):
+    groups = [{"params": list(linear().named_parameters()), "lr": 0.5}]
+    other(groups)
+    optimizer = ours(groups)
+    again = ours(optimizer.param_groups)
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.param_groups[0]["lr"] == again.param_groups[0]["lr"] == 0.5
+
+
+MEANT = {"weight_decy": "weight_decay", "learning_rate": "lr", "LR": "lr", "lr_": "lr", "beta": "betas"}
+
+
+@pytest.mark.parametrize(("key", "meant"), MEANT.items(), ids=MEANT)
+def test_a_key_that_is_nearly_right_is_told_the_right_one(key, meant):
+    group = {"params": [nn.Parameter(torch.ones(3))], key: 0.1}
+    refuse(ValueError, lambda: Gefen([group]), f"Did you mean `{meant}`?")
+
+
+ASKED = {
+    "amsgrad": (True, "`amsgrad` must be False"),
+    "decoupled_weight_decay": (False, "`decoupled_weight_decay` must be True"),
+    "differentiable": (True, "`differentiable` must be False"),
+}
+
+
+@pytest.mark.parametrize(("key", "row"), ASKED.items(), ids=ASKED)
+def test_what_torch_writes_into_groups_is_refused_where_it_asks_for_something(key, row):
+    refuse(
+        ValueError, lambda: Gefen([{"params": [nn.Parameter(torch.ones(3))], "weight_decay": 0.1, key: row[0]}]), row[1]
+    )
+
+
+TEXT = {
+    "preset": lambda: Gefen(linear().parameters(), lr="1e-3"),
+    "betas": lambda: Gefen(linear().parameters(), betas=("0.9", "0.99")),
+}
+
+
+@pytest.mark.parametrize("make", TEXT.values(), ids=TEXT)
+def test_a_number_as_text_is_called_a_string(make):
+    refuse(ValueError, make, "string")
+
+
+MODULES = {
+    "Gefen": (TypeError, Gefen),
+    "Muon": (TypeError, Muon),
+    "expression": (TypeError, lambda net: TransformOptimizer(net, adamw(0.1))),
+    "decay_mask": (StructureError, decay_mask),
+}
+
+
+@pytest.mark.parametrize(("error", "call"), MODULES.values(), ids=MODULES)
+def test_a_module_in_the_place_of_its_parameters_is_told_how_to_give_them(error, call):
+    refuse(error, lambda: call(linear()), ".named_parameters()")
+
+
+UPDATES = {
+    "one value": lambda updates, state, params=None, **extra: updates,
+    "three": lambda updates, state, params=None, **extra: (updates, state, state),
+    "no params": lambda updates, state: (updates, state),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+@pytest.mark.parametrize("around", [lambda tx: tx, lambda tx: chain(tx, adamw(0.1))], ids=["alone", "chain"])
+def test_an_update_of_ones_own_that_keeps_no_contract_is_told_it(around, update):
+    net = linear()
+    tx = around(GradientTransformation(lambda params: EmptyState(), update))
+    optimizer = TransformOptimizer(net.named_parameters(), tx)
+    net.weight.grad = torch.ones(64, 72)
+    call = "update(updates, state, params=None, **extra) -> (updates, state)"
+    refuse_and_keep(StructureError, net, optimizer, optimizer.step, call)
+
+
+def test_an_error_inside_an_update_of_ones_own_stays_what_it_is():
+    def update(updates, state, params=None, **extra):
+        return len(3), state
+
+    tx = chain(GradientTransformation(lambda params: EmptyState(), update))
+    with pytest.raises(TypeError, match=r"has no len\(\)"):
+        tx.update({}, tx.init({}))
 
 
 def test_a_scheduler_may_miss_0_by_a_rounding():
