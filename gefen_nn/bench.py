@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from gefen_kernels.ops import warm_up
 from gefen_nn.console import Watch, silent, size, table
+from gefen_nn.errors import WrongArgumentError
 from gefen_nn.task import Build, build_named
 
 _BASE = "adamw"
@@ -78,8 +79,10 @@ def bench(
         watch: shows progress; None for none.
 
     Raises:
-        ValueError: for a name that is none, or a model without parameters to train.
+        WrongArgumentError: for a name that is none, or a device that torch cannot use here.
+        ValueError: for a model without parameters to train.
     """
+    _check_device(device)
     builds: dict[str, Build] = {name: build_named(name) for name in dict.fromkeys((_BASE, *optimizers))}
     entries = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if not entries:
@@ -98,6 +101,16 @@ def bench(
         ratios = tuple(own / base for own, base in zip(times[name], times[_BASE], strict=True))
         arms.append(Arm(name, tuple(times[name]), first[name], _state_bytes(player), ratios))
     return Bench(tuple(arms), entries, device, torch.get_num_threads(), steps)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.zeros(1, device=device).item()
+    except (AssertionError, ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise WrongArgumentError(
+            f"`device` must be one that torch can use here: got {device!r} ({reason}). Use cpu."
+        ) from error
 
 
 def _copy(model: nn.Module, device: str) -> nn.Module:

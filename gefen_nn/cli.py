@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 import gefen_fn
 from gefen_nn import cli_bench, cli_compare, cli_convert, cli_demo, cli_inspect, cli_lr_find, cli_memory
+from gefen_nn.errors import WrongArgumentError
 
 _COMMANDS = {
     "demo": cli_demo,
@@ -34,10 +36,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse has printed its help (0) or the reason (2)
         return int(stop.code or 0)
     try:
-        return int(arguments.call(arguments))
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        print(f"gefen {arguments.command}: {error}", file=sys.stderr)
+        code = int(arguments.call(arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, such as `head`, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the rest, which Python writes at its end
         return 1
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        print(f"gefen {arguments.command}: {_told(error)}", file=sys.stderr)
+        return 2 if isinstance(error, WrongArgumentError) else 1
+
+
+def _told(error: Exception) -> str:
+    """The error's own words; of a file, without the number that the system gives to its kind."""
+    if isinstance(error, OSError) and error.filename is not None:
+        name = str(error.filename)
+        return f"{name!r} must be a file or folder that you may use: got {error.strerror!r}. Correct the path."
+    return str(error)
 
 
 def _parser() -> argparse.ArgumentParser:

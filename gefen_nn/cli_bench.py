@@ -8,7 +8,7 @@ import torch
 from gefen_nn.arguments import Within
 from gefen_nn.bench import bench
 from gefen_nn.console import bar
-from gefen_nn.task import BUILDS, function_named
+from gefen_nn.task import BUILDS, model_named
 
 HELP = "step time of optimizers on your model, in turn with fused AdamW"
 _EPILOG = f"""OPTIMIZER is of {", ".join(BUILDS)}, or module:function, of a model and a learning rate.
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     before = torch.get_num_threads()
     torch.set_num_threads(arguments.threads or before)
     try:
-        model = function_named(arguments.model)()
+        model = model_named(arguments.model)
         told = bench(model, arguments.optimizers, rounds=arguments.rounds, device=arguments.device, watch=bar)
     finally:
         torch.set_num_threads(before)

@@ -62,7 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing; write `compare.json`, `compare.txt` and `compare.png`; print."""
     builds = {name: build_named(name) for name in dict.fromkeys(arguments.optimizer.split(","))}
-    task = function_named(arguments.task) if arguments.task else language
+    task = function_named(arguments.task, "seed") if arguments.task else language
     sizes = {key: getattr(arguments, key) or (_QUICK if arguments.quick else _USUAL)[key] for key in _QUICK}
     plan = Plan(arguments.task or "language", tuple(builds), arguments.rates, **sizes)
     arguments.out.mkdir(parents=True, exist_ok=True)

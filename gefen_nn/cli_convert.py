@@ -8,7 +8,8 @@ import torch
 
 from gefen_nn.console import bar
 from gefen_nn.converting import MAKERS, convert_files
-from gefen_nn.task import function_named
+from gefen_nn.errors import WrongArgumentError
+from gefen_nn.task import function_named, model_named
 
 HELP = "make state of AdamW, torch's Muon or Gefen-X into ours, and ours into AdamW's"
 _EPILOG = """IN is a file of torch.save with an optimizer's state dict, alone or among others; two of them where
@@ -37,9 +38,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Convert, write, print."""
     if arguments.out.exists():
-        raise ValueError(f"OUT must be new: got {arguments.out}, which is there. Name another file.")
-    model = None if arguments.model is None else function_named(arguments.model)()
-    make = None if arguments.optimizer is None else function_named(arguments.optimizer)
+        raise WrongArgumentError(f"OUT must be new: got {arguments.out}, which is there. Name another file.")
+    model = None if arguments.model is None else model_named(arguments.model)
+    make = None if arguments.optimizer is None else function_named(arguments.optimizer, "groups")
     with bar("converting and writing", 2) as advance:
         made, told = convert_files(arguments.sources, arguments.to, model=model, make=make, key=arguments.key)
         advance()

@@ -7,12 +7,12 @@ import math
 from gefen_nn.arguments import Within, picture, positive
 from gefen_nn.console import bar
 from gefen_nn.lr_finder import LrReport, lr_find
-from gefen_nn.task import function_named
+from gefen_nn.task import BUILDS, function_named
 
 HELP = "find a learning rate for your model and data by a range test and short runs"
 _EPILOG = """The task is a function of a seed that makes a fresh run:
 
-    from gefen_nn.task import Run
+    from gefen_nn import Run
 
     def task(seed):
         torch.manual_seed(seed)
@@ -27,11 +27,13 @@ training losses judge. The optimizer may also be module:function, of the model a
 def add(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
     parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
-    count = Within(10, 10**6)
+    count, names = Within(10, 10**6), ", ".join(BUILDS)
     parser.add_argument("--task", required=True, metavar="MODULE:FUNCTION", help="makes a run of a seed, see below")
-    parser.add_argument("--optimizer", default="gefen", help="gefen, gefen_muon, adamw or module:function")
-    parser.add_argument("--low", type=positive, default=1e-6, help="first rate of the range test (default: 1e-6)")
-    parser.add_argument("--high", type=positive, default=1.0, help="last rate of the range test (default: 1)")
+    parser.add_argument(
+        "--optimizer", default="gefen", metavar="OPTIMIZER", help=f"{names} or module:function (default: gefen)"
+    )
+    parser.add_argument("--low", type=positive, default=1e-6, help="least rate to try (default: 1e-6)")
+    parser.add_argument("--high", type=positive, default=1.0, help="largest rate to try (default: 1)")
     parser.add_argument("--range-steps", type=count, default=100, help="of the range test (default: %(default)s)")
     parser.add_argument("--steps", type=count, default=100, help="of each short run (default: %(default)s)")
     parser.add_argument("--runs", type=Within(3, 100), default=10, help="most short runs (default: %(default)s)")
@@ -45,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, draw, print."""
     names = ("low", "high", "range_steps", "steps", "runs", "seed")
     options = {name: getattr(arguments, name) for name in names}
-    report = lr_find(function_named(arguments.task), arguments.optimizer, **options, watch=bar)
+    report = lr_find(function_named(arguments.task, "seed"), arguments.optimizer, **options, watch=bar)
     if arguments.plot is not None:
         from gefen_nn.lr_picture import draw
 

@@ -5,9 +5,10 @@ import json
 
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
 from gefen_nn.arguments import Within
+from gefen_nn.errors import WrongArgumentError
 from gefen_nn.memory import memory_of
 from gefen_nn.model_files import model_of
-from gefen_nn.model_shapes import MODELS
+from gefen_nn.model_shapes import MODELS, Model
 from gefen_nn.scale_model import simulate
 
 HELP = "bytes of optimizer state of a model, on one process or many"
@@ -24,7 +25,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", default="llama-3-70b", metavar="MODEL", help="(default: %(default)s), see below")
     parser.add_argument("--world", type=Within(1, 65_536), default=1, help="processes (default: %(default)s)")
-    parser.add_argument("--experts-over", type=Within(1, 65_536), default=1, help="processes that share out experts")
+    parser.add_argument(
+        "--experts-over", type=Within(1, 65_536), default=1, help="processes that share out experts (default: 1)"
+    )
     parser.add_argument("--optimizer", choices=("gefen", "gefen_muon"), default="gefen", help="(default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(call=run)
@@ -33,6 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Count, print."""
     model, muon = model_of(arguments.model), arguments.optimizer == "gefen_muon"
+    _check_experts(model, arguments.experts_over, arguments.world)
     memory = memory_of(model)
     options = {"muon": muon, "expert_parallel": arguments.experts_over, "policy": DEFAULT_SECOND_MOMENT}
     report = simulate(model, arguments.world, **options)
@@ -42,3 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
         told = f"\n\n{arguments.optimizer} on {arguments.world:,} processes\n{report}" if arguments.world > 1 else ""
         print(f"{memory}{told}")
     return 0
+
+
+def _check_experts(model: Model, over: int, world: int) -> None:
+    if over > 1 and not any(leaf.experts for leaf in model.values()):
+        raise WrongArgumentError(
+            f"--experts-over must be of a model with experts: got {over} for one without. Leave it out."
+        )
+    if world % over:
+        raise WrongArgumentError(f"--experts-over must divide --world: got {over} for {world}. Use a divisor.")

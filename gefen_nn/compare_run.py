@@ -20,7 +20,7 @@ from torch import Tensor
 import gefen_fn
 from gefen_nn.console import Watch, silent
 from gefen_nn.demo_train import lr_factor, torch_threads
-from gefen_nn.task import Build, Run, Task
+from gefen_nn.task import Build, Run, Task, check_run
 
 
 class Cell(NamedTuple):
@@ -132,12 +132,8 @@ def _tensors(x: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _check(run: Any, task: str) -> None:
-    if not isinstance(run, Run):
-        raise ValueError(
-            f"A task must return a gefen_nn.task.Run: got {type(run).__name__} from {task}. Return Run(model, loss, "
-            "held_out)."
-        )
+def _check(run: Run, task: str) -> None:
+    check_run(run, task)
     if run.held_out is None:
         raise ValueError(
             f"`compare` judges by held-out data: the runs of {task} have none. Give them held_out=, a function that "

@@ -22,6 +22,8 @@ from gefen_nn.stored import Stored, as_state_dict, read_stored, state_dict_in
 Groups = list[dict[str, Any]]
 Make = Callable[[Groups], TransformOptimizer]
 MAKERS: Mapping[str, Callable[..., TransformOptimizer]] = {"gefen": Gefen, "gefen_muon": GefenMuon, "muon": Muon}
+_LEGEND = """Errors are shares of each norm. A second moment kept as means loses what differs within. Usual for its root is
+60 % after one step, as squares of single gradients differ much, and 10 to 20 % once a hundred are averaged."""
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer", "mu", "mu.codes")
 
 
@@ -63,7 +65,7 @@ class Conversion(NamedTuple):
         rows = [("leaf", "shape", "first moment", "root of the second"), *map(_row, self.leaves)]
         lines = [table(rows), f"State for {self.target}: {self.bytes_before:,} bytes became {self.bytes_after:,}."]
         if any(leaf.first for leaf in self.leaves):
-            lines.append("Errors are shares of each norm; a second moment kept as means loses what differs within.")
+            lines.append(_LEGEND)
         lines += [f"Without state, and so started afresh: {', '.join(self.fresh)}."] if self.fresh else []
         return "\n".join(lines)
 

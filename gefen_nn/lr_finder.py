@@ -4,6 +4,7 @@ The range test raises the rate exponentially from step to step (Smith, "Cyclical
 loss falls while steps help, and rises when they are too long. It is seen against the untrained model's loss on the same
 batch, which takes out how batches differ. A quarter of the rate at its minimum is where short runs begin: each warms
 up, decays to zero and is judged; rates ten times apart are tried, then neighbours, until those of the best are worse.
+Both parts stay within the same bounds.
 """
 
 import math
@@ -14,7 +15,8 @@ from typing import NamedTuple
 import torch
 
 from gefen_nn.console import Watch, silent, table
-from gefen_nn.task import Build, Run, Task, build_named
+from gefen_nn.errors import WrongArgumentError
+from gefen_nn.task import Build, Run, Task, build_named, check_run
 
 _DIGITS = (1, 2, 5)
 _LEAST_RUNS = 3
@@ -25,7 +27,8 @@ class LrReport(NamedTuple):
 
     Attributes:
         suggestion: the best rate of the short runs.
-        enclosed: whether rates on both sides of it were worse; else `runs` ended the search at an edge.
+        enclosed: whether rates on both sides of it were worse; else `runs` or the bounds ended the search.
+        bounds: the least and the largest rate that might be tried.
         range_test: of each step its rate, the training loss before it and the untrained model's on that batch; until
             the loss was twice that or not finite.
         sweep: loss of a short run at each rate, in ascending order of rates; infinite where it diverged.
@@ -35,6 +38,7 @@ class LrReport(NamedTuple):
 
     suggestion: float
     enclosed: bool
+    bounds: tuple[float, float]
     range_test: tuple[tuple[float, float, float], ...]
     sweep: tuple[tuple[float, float], ...]
     steps: int
@@ -44,9 +48,20 @@ class LrReport(NamedTuple):
         """The short runs, and the suggestion with its limits."""
         rows = [("lr", self.judged_by, "")]
         rows += [(f"{lr:g}", _shown(loss), "best" if lr == self.suggestion else "") for lr, loss in self.sweep]
-        edge = "" if self.enclosed else " It lies at an edge of what was tried: allow more runs, or another range."
-        horizon = f"Best of runs of {self.steps} steps; much longer runs usually want a lower one."
-        return f"{table(rows, left=0)}\nsuggested: lr={self.suggestion:g}. {horizon}{edge}"
+        lines = [table(rows, left=0), f"suggested: lr={self.suggestion:g}, best of runs of {self.steps} steps."]
+        lines += [f"{lr:g} was not tried: allow {self._fix(lr)}." for lr in self.untried]
+        lines.append("Each rate had one run: losses a few percent apart tell nothing. Longer runs may want less.")
+        return "\n".join(lines)
+
+    @property
+    def untried(self) -> tuple[float, ...]:
+        """Neighbours of the suggestion that had no run, because of `runs` or of the bounds."""
+        tried, best = [lr for lr, _ in self.sweep], _nearest_place(self.suggestion)
+        return tuple(_rate(place) for place in (best - 1, best + 1) if _rate(place) not in tried)
+
+    def _fix(self, lr: float) -> str:
+        low, high = self.bounds
+        return "lower rates (--low)" if lr < low else "higher rates (--high)" if lr > high else "more runs (--runs)"
 
 
 def _shown(loss: float) -> str:
@@ -68,10 +83,10 @@ def lr_find(
     """Find a learning rate for a model, its data and an optimizer.
 
     Args:
-        make_run: makes a `gefen_nn.task.Run` of a seed: a fresh model, and its loss on the next batch.
+        make_run: makes a `gefen_nn.Run` of a seed: a fresh model, and its loss on the next batch.
         optimizer: a name in `gefen_nn.task.BUILDS`, or a function of a model and a learning rate.
-        low: first rate of the range test.
-        high: its last.
+        low: least rate to try, where the range test begins.
+        high: largest one, where it ends.
         range_steps: of the range test.
         steps: of each short run.
         runs: most short runs; each costs `steps`.
@@ -79,41 +94,55 @@ def lr_find(
         watch: shows progress; None for none.
 
     Raises:
-        ValueError: for numbers out of range, or if no run ends with a finite loss.
+        WrongArgumentError: for numbers out of range, or an unknown optimizer.
+        ValueError: if a task makes no `Run`, or no run ends with a finite loss.
     """
     _check(low, high, range_steps, steps, runs)
     build = build_named(optimizer) if isinstance(optimizer, str) else optimizer
     watch = watch or silent
     first, untrained = make_run(seed), make_run(seed)
+    check_run(first, getattr(make_run, "__name__", "it"))
     with watch("range test", range_steps) as advance:
         test = tuple(_range_test(first, untrained, build, low, high, range_steps, advance))
 
     def judge(place: int) -> float:
-        with watch(f"short run, lr {_rate(place):g}", steps + 1) as advance:
+        with watch(f"short run, lr {_rate(place):g}", steps) as advance:
             return _short_run(make_run(seed), build, _rate(place), steps, advance)
 
-    losses = _search(judge, _nearest_place(_guess(test)), runs)
+    places = _places(low, high)
+    losses = _search(judge, min(max(_nearest_place(_guess(test)), places[0]), places[-1]), places, runs)
     best = min(losses, key=losses.__getitem__)
     if not math.isfinite(losses[best]):
         rates = [f"{_rate(place):g}" for place in sorted(losses)]
         raise ValueError(f"A short run must end with a finite loss: got none at {', '.join(rates)}. Look at the task.")
     sweep = tuple((_rate(place), losses[place]) for place in sorted(losses))
     judged_by = "training loss" if first.held_out is None else "held-out loss"
-    return LrReport(_rate(best), {best - 1, best + 1} <= losses.keys(), test, sweep, steps, judged_by)
+    enclosed = {best - 1, best + 1} <= losses.keys()
+    return LrReport(_rate(best), enclosed, (low, high), test, sweep, steps, judged_by)
 
 
 def _check(low: float, high: float, range_steps: int, steps: int, runs: int) -> None:
-    if not 0.0 < low < high < math.inf:
-        raise ValueError(f"`low` and `high` must be 0 < low < high: got {low} and {high}. Use 1e-6 and 1.")
+    if not 0.0 < low < high < math.inf or len(_places(low, high)) < _LEAST_RUNS:
+        raise WrongArgumentError(
+            f"`low` and `high` must be 0 < low < high, with {_LEAST_RUNS} rates of 1, 2 or 5 times a power of ten "
+            f"between: got {low} and {high}. Use 1e-6 and 1."
+        )
     for name, value, least in (("range_steps", range_steps, 10), ("steps", steps, 10), ("runs", runs, _LEAST_RUNS)):
         if value < least:
-            raise ValueError(f"`{name}` must be at least {least}: got {value}. Use more.")
+            raise WrongArgumentError(f"`{name}` must be at least {least}: got {value}. Use more.")
 
 
 def _rate(place: int) -> float:
     """Round rates by number: 0 is 1, 1 is 2, 2 is 5, 3 is 10, -1 is 0.5."""
     exponent, digit = divmod(place, len(_DIGITS))
     return float(f"{_DIGITS[digit]}e{exponent}")
+
+
+def _places(low: float, high: float) -> range:
+    """The numbers of round rates from `low` to `high`."""
+    around = range(_nearest_place(low) - 1, _nearest_place(high) + 2)
+    inside = [place for place in around if low <= _rate(place) <= high]
+    return range(inside[0], inside[-1] + 1) if inside else range(0)
 
 
 def _nearest_place(lr: float) -> int:
@@ -158,28 +187,31 @@ def _guess(test: Sequence[tuple[float, float, float]]) -> float:
 
 def _short_run(run: Run, build: Build, lr: float, steps: int, advance: Callable[[], None]) -> float:
     """The loss that a run is judged by; infinite if it is not finite."""
-    tenth, losses = max(1, steps // 10), []
+    tenth = max(1, steps // 10)
+    losses: list[float] = []
 
     def factor(at: int) -> float:
         return min((at + 1) / tenth, (steps - at) / (steps - tenth + 1))
 
     for _, loss in zip(range(steps + 1), _steps(run, build, lr, factor), strict=False):
-        losses.append(loss)
         if not math.isfinite(loss):
             return math.inf
-        advance()
+        if losses:  # a step has been made since the last one
+            advance()
+        losses.append(loss)
     with torch.no_grad():
         judged = fmean(losses[-tenth:]) if run.held_out is None else float(run.held_out())
     return judged if math.isfinite(judged) else math.inf
 
 
-def _search(judge: Callable[[int], float], start: int, runs: int) -> dict[int, float]:
+def _search(judge: Callable[[int], float], start: int, places: range, runs: int) -> dict[int, float]:
     """Losses by place: from a start downhill by long strides, then by short ones, until the least is enclosed."""
     known = {start: judge(start)}
     for stride in (len(_DIGITS), 1):
         while len(known) < runs:
             best = min(known, key=known.__getitem__)
-            wanted = next((near for near in (best + stride, best - stride) if near not in known), None)
+            around = (near for near in (best + stride, best - stride) if near in places and near not in known)
+            wanted = next(around, None)
             if wanted is None:
                 break
             known[wanted] = judge(wanted)

@@ -10,6 +10,10 @@ from gefen_nn.scale_model import state_bytes_of
 
 COLUMNS = ("adamw", "8-bit", "gefen", "gefen_muon")
 _BLOCK, _FEWEST = 256, 4096
+_LEGEND = (
+    f"8-bit: two codes an entry, two fp32 scales for {_BLOCK} of them; fp32 under {_FEWEST:,} entries. "
+    "hybrid's rule: what gefen_muon applies."
+)
 
 
 class LeafMemory(NamedTuple):
@@ -62,7 +66,7 @@ class Memory(NamedTuple):
         rows.append(("all", f"{self.entries:,}", "", *(size(x) for x in self.bytes.values()), ""))
         shares = (f"{x / max(self.entries, 1):.4f}" for x in self.bytes.values())
         rows.append(("bytes a parameter", "", "", *shares, ""))
-        return table(rows, left=2)
+        return f"{table(rows, left=2)}\n{_LEGEND}"
 
 
 def memory_of(model: Model) -> Memory:

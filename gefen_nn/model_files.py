@@ -14,13 +14,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from gefen_nn.errors import WrongArgumentError
 from gefen_nn.model_shapes import MODELS, LeafShape, Model
 from gefen_nn.route import choose
-from gefen_nn.task import function_named
+from gefen_nn.task import model_named
 
 _HEADER = 100_000_000  # bytes; longer ones safetensors refuses too
 _KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "gemma", "gemma2", "gemma3_text")
 _BIASED = ("qwen2", "qwen2_moe")
+_NUMBERS = {
+    *("hidden_size", "vocab_size", "intermediate_size", "head_dim", "decoder_sparse_step", "num_hidden_layers"),
+    *("moe_intermediate_size", "shared_expert_intermediate_size", "num_local_experts", "num_experts"),
+    *("num_attention_heads", "num_key_value_heads"),
+}
+_MOST_LAYERS, _MOST = 10_000, 1 << 31
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 
@@ -33,7 +40,8 @@ def model_of(text: str) -> Model:
             `module:function`, a factory, which is called with tensors on meta.
 
     Raises:
-        ValueError: if it is none of these, or of a kind that is not known.
+        WrongArgumentError: if it is none of these.
+        ValueError: if a file is damaged, or of a kind that is not known.
         OSError: if a file cannot be read.
     """
     if text in MODELS:
@@ -45,21 +53,31 @@ def model_of(text: str) -> Model:
     if path.suffix == ".safetensors":
         return _grouped(_of_header(path))
     if path.suffix == ".json":
-        held = json.loads(path.read_text())
-        if "weight_map" in held:
+        held = _json_of(path)
+        if isinstance(held.get("weight_map"), dict):
             files = sorted(set(held["weight_map"].values()))
             return _grouped([row for name in files for row in _of_header(path.with_name(name))])
         return _grouped(of_config(held))
     if ":" not in text:
-        raise ValueError(
+        raise WrongArgumentError(
             f"A model must be of {', '.join(sorted(MODELS))}, a config.json, a .safetensors file, a folder of those, "
             f"or module:function: got {text!r}. Correct it."
         )
     with torch.device("meta"):
-        net = function_named(text)()
-    if not isinstance(net, nn.Module):
-        raise ValueError(f"{text} must make a torch.nn.Module: got a {type(net).__name__}. Return the model.")
+        net = model_named(text)
     return _grouped(((name, tuple(p.shape)) for name, p in net.named_parameters() if p.requires_grad), net)
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    try:
+        held = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(
+            f"A model's .json must be JSON: got {str(path)!r}, which is not ({error}). Mend it."
+        ) from error
+    if not isinstance(held, dict):
+        raise ValueError(f"A model's .json must hold an object: got a {type(held).__name__} in {str(path)!r}. Mend it.")
+    return held
 
 
 def _of_header(path: Path) -> Shapes:
@@ -72,7 +90,14 @@ def _of_header(path: Path) -> Shapes:
             held = None
     if not isinstance(held, dict):
         raise ValueError(f"A file of safetensors must begin with its header: got {path}, which does not.")
-    return [(name, tuple(x["shape"])) for name, x in held.items() if name != "__metadata__"]
+    return [(name, _shape_in(path, name, x)) for name, x in held.items() if name != "__metadata__"]
+
+
+def _shape_in(path: Path, name: str, row: Any) -> tuple[int, ...]:
+    shape = row.get("shape") if isinstance(row, dict) else None
+    if not isinstance(shape, list) or not all(type(x) is int and x >= 0 for x in shape):
+        raise ValueError(f"A shape in safetensors must be of integers from 0: got {shape} for {name!r} in {path}.")
+    return tuple(shape)
 
 
 def _grouped(rows: Iterable[tuple[str, tuple[int, ...]]], net: nn.Module | None = None) -> Model:
@@ -101,7 +126,7 @@ def of_config(config: Mapping[str, Any]) -> Shapes:
         config: with the keys of Llama, Mistral, Mixtral, Qwen 2 and 3, their MoE forms, or Gemma 1 to 3 (text).
 
     Raises:
-        ValueError: for another kind, or if a key is missing.
+        ValueError: for another kind, if a key is missing, or for a number that none can be.
     """
     kind = config.get("model_type")
     if isinstance(config.get("text_config"), Mapping):
@@ -110,10 +135,21 @@ def of_config(config: Mapping[str, Any]) -> Shapes:
         raise ValueError(
             f"`model_type` must be of {', '.join(_KNOWN)}: got {kind!r}. Name a .safetensors file or module:function."
         )
+    _check_numbers(config)
     try:
         return list(_decoder(config, str(kind)))
     except KeyError as error:
         raise ValueError(f"A config of {kind} must have {error}: got none. Name its .safetensors instead.") from error
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    """Refuse sizes that no model has; a missing one, or None, is for `_decoder` to judge."""
+    for key in _NUMBERS & config.keys():
+        least, most = int(key == "num_attention_heads"), _MOST_LAYERS if key == "num_hidden_layers" else _MOST
+        value = config[key]
+        if value is not None and (type(value) is not int or not least <= value <= most):
+            rule = f"must be an integer from {least} to {most:,}"
+            raise ValueError(f"`{key}` of a config {rule}: got {value!r}. Correct it.")
 
 
 def _decoder(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -4,14 +4,16 @@ On the command line both are `module:function`, found from the current folder.
 """
 
 import importlib
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from gefen_nn.errors import WrongArgumentError
 from gefen_nn.muon import GefenMuon
 from gefen_nn.presets import Gefen
 
@@ -48,27 +50,59 @@ def build_named(text: str) -> Build:
     """The optimizer of a name in `BUILDS`, or a function of a model and a learning rate, as `module:function`.
 
     Raises:
-        ValueError: for another name, or what `function_named` refuses.
+        WrongArgumentError: for another name, or what `function_named` refuses.
     """
     if text in BUILDS:
         return BUILDS[text]
     if ":" not in text:
-        raise ValueError(
+        raise WrongArgumentError(
             f"An optimizer must be of {', '.join(BUILDS)}, or module:function: got {text!r}. Correct the name."
         )
-    return function_named(text)
+    return function_named(text, "model", "lr")
 
 
-def function_named(text: str) -> Callable[..., Any]:
-    """What `module:function` names.
+def model_named(text: str) -> nn.Module:
+    """The model that the factory `module:function` makes.
 
     Raises:
-        ValueError: if it is no such text, or names nothing that can be called.
+        WrongArgumentError: if it makes something else, or what `function_named` refuses.
+    """
+    model = function_named(text)()
+    if not isinstance(model, nn.Module):
+        raise WrongArgumentError(f"{text} must make a torch.nn.Module: got a {type(model).__name__}. Return the model.")
+    return model
+
+
+def check_run(run: Any, task: str) -> None:
+    """Refuse what a task of this name returned, where it is no run.
+
+    Raises:
+        ValueError: naming the task.
+    """
+    if not isinstance(run, Run):
+        raise ValueError(
+            f"A task must return a gefen_nn.Run: got {type(run).__name__} from {task}. Return Run(model, loss, "
+            "held_out)."
+        )
+
+
+def function_named(text: str, *takes: str) -> Callable[..., Any]:
+    """What `module:function` names.
+
+    Args:
+        text: the name.
+        takes: what it will be called with, in words.
+
+    Raises:
+        WrongArgumentError: if it is no such text, or names nothing that can be called so.
         ImportError: whatever the module's own import raises.
     """
     module_name, _, path = text.partition(":")
-    if not module_name or not path:
-        raise ValueError(f"A function must be named as module:function: got {text!r}. Write 'my_model:build'.")
+    if not module_name or not path or module_name.endswith(".py"):
+        name = module_name.removesuffix(".py").replace("/", ".") or "my_model"
+        raise WrongArgumentError(
+            f"A function must be named as module:function: got {text!r}. Write '{name}:{path or 'build'}'."
+        )
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -76,11 +110,26 @@ def function_named(text: str) -> Callable[..., Any]:
     for part in path.split("."):
         if not hasattr(found, part):
             known = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name))]
-            raise ValueError(f"{module_name} must define {path!r}: got {known[:8]}. Correct the name.")
+            raise WrongArgumentError(f"{module_name} must define {path!r}: got {known[:8]}. Correct the name.")
         found = getattr(found, part)
     if not callable(found):
-        raise ValueError(f"{text} must be a function: got a {type(found).__name__}. Name one that makes it.")
+        raise WrongArgumentError(f"{text} must be a function: got a {type(found).__name__}. Name one that makes it.")
+    _check_takes(text, found, takes)
     return found  # type: ignore[no-any-return]  # any callable
+
+
+def _check_takes(text: str, function: Callable[..., Any], takes: Sequence[str]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some of those written in C tell none
+        return
+    try:
+        signature.bind(*takes)
+    except TypeError as error:
+        came = ", ".join(signature.parameters) or "nothing"
+        raise WrongArgumentError(
+            f"{text} must be a function of {', '.join(takes) or 'nothing'}: got one of {came}. Name another."
+        ) from error
 
 
 def _module(name: str) -> Any:
@@ -89,7 +138,7 @@ def _module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # something that the module itself imports
-        raise ValueError(
+        raise WrongArgumentError(
             f"A module must be installed, or lie in the current folder: got no {error.name!r} from {Path.cwd()}. "
             "Change the folder, or correct the name."
         ) from error

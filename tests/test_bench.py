@@ -29,6 +29,10 @@ def counted(model, lr):
     return Counted(model.parameters(), lr, momentum=0.9)
 
 
+def number():
+    return 3
+
+
 def frozen():
     return network().requires_grad_(False)
 
@@ -61,10 +65,18 @@ def test_the_command_prints_a_table_or_json_and_leaves_the_threads(capsys):
     assert torch.get_num_threads() == before
 
 
-BAD = {"an unknown optimizer": ("network", "sgd", "must be of adamw"), "nothing to train": ("frozen", "gefen", "none")}
+BAD = {
+    "an unknown optimizer": (["network", "sgd"], 2, "must be of adamw"),
+    "nothing to train": (["frozen"], 1, "none"),
+    "a task": (["counted"], 2, "of nothing: got one of model, lr"),
+    "no model": (["number"], 2, "must make a torch.nn.Module: got a int"),
+    "a device that is not there": (["network", "--device", "privateuseone"], 2, "torch can use here: got 'privateuse"),
+    "no device": (["network", "--device", "gpu"], 2, "torch can use here: got 'gpu'"),
+}
 
 
-@pytest.mark.parametrize(("model", "optimizer", "words"), BAD.values(), ids=BAD)
-def test_wrong_arguments_are_refused(model, optimizer, words, capsys):
-    assert main(["bench", "--model", f"tests.test_bench:{model}", optimizer]) == 1
+@pytest.mark.parametrize(("arguments", "code", "words"), BAD.values(), ids=BAD)
+def test_wrong_arguments_are_refused(arguments, code, words, capsys):
+    model, *rest = arguments
+    assert main(["bench", "--model", f"tests.test_bench:{model}", *rest]) == code
     assert words in capsys.readouterr().err

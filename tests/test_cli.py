@@ -1,5 +1,8 @@
 """The `gefen` command as a whole."""
 
+import os
+import sys
+
 import pytest
 
 from gefen_nn.cli import main
@@ -23,3 +26,18 @@ def test_every_command_has_help_and_json(name, capsys):
 def test_wrong_arguments_end_with_2(arguments, capsys):
     assert main(arguments) == 2
     assert "usage: gefen" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_is_no_error_to_speak_of(capsys, monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main(["memory", "--model", "llama-3-8b"]) == 1
+        monkeypatch.undo()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_cannot_be_read_is_named(capsys, tmp_path):
+    assert main(["inspect", str(tmp_path / "absent")]) == 1
+    assert capsys.readouterr().err.startswith(f"gefen inspect: '{tmp_path / 'absent'}' must be a file")

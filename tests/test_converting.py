@@ -241,5 +241,5 @@ def test_the_command_says_why_it_cannot(arguments, words, files, tmp_path, capsy
 
 def test_no_file_is_overwritten(files, tmp_path, capsys):
     (tmp_path / "out.pt").touch()
-    assert main(["convert", str(files / "adamw.pt"), str(tmp_path / "out.pt")]) == 1
+    assert main(["convert", str(files / "adamw.pt"), str(tmp_path / "out.pt")]) == 2
     assert "OUT must be new" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from gefen_nn import CheckpointError, Gefen, OptimizerState, StateTree, save
+from gefen_nn import CheckpointError, Gefen, OptimizerState, StateTree, load, save
 from gefen_nn.cli import main
 from gefen_nn.inspecting import inspect_checkpoint
 
@@ -126,6 +126,23 @@ def test_state_of_adamw_is_shown_too(tmp_path):
     torch.save(optimizer.state_dict(), tmp_path / "it.pt")
     leaf = inspect_checkpoint(tmp_path / "it.pt").leaves[0]
     assert (leaf.name, leaf.shape, leaf.rule, leaf.steps, leaf.bytes) == ("w", (5, 3), "Adam of torch", 1, 124)
+
+
+def test_the_current_folder_is_a_path_too(trained, tmp_path, monkeypatch):
+    save(tmp_path / "it", *trained)
+    monkeypatch.chdir(tmp_path / "it")
+    assert inspect_checkpoint(".").leaves
+    load(".", *trained)
+    save(".", *trained)
+    monkeypatch.chdir(tmp_path / "it")  # another one, which was written beside the old
+    assert inspect_checkpoint(".").leaves
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as above
+def test_a_folder_of_dcp_is_not_taken_for_a_damaged_one(trained, tmp_path):
+    by_object(tmp_path / "it", *trained)
+    with pytest.raises(CheckpointError, match=r"one of torch\.distributed\.checkpoint .* by `dcp\.load`"):
+        load(tmp_path / "it", *trained)
 
 
 def test_one_of_several_states_is_named_by_its_key(trained, tmp_path):

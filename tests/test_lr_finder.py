@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -34,6 +36,10 @@ def sgd(model, lr):
     return torch.optim.SGD(model.parameters(), lr)
 
 
+def module(seed):
+    return nn.Linear(2, 2)
+
+
 def falling(seed):
     """A loss that falls without end, so that no rate is too high."""
     p = nn.Parameter(torch.zeros(()))
@@ -42,7 +48,7 @@ def falling(seed):
 
 @pytest.mark.parametrize("build", [*BUILDS.values(), sgd], ids=[*BUILDS, "sgd"])
 def test_the_suggestion_is_the_best_of_the_short_runs_and_its_neighbours_are_worse(build):
-    report = lr_find(line, build, **SHORT)
+    report = lr_find(line, build, high=10.0, **SHORT)
     losses = dict(report.sweep)
     assert report.enclosed and losses[report.suggestion] == min(losses.values()) < 1.2
     assert min(losses) < report.suggestion < max(losses)
@@ -61,9 +67,19 @@ def test_the_range_test_ends_where_the_loss_has_doubled(low):
     assert losses[0] == untrained[0] and all(a <= 2 * b for a, b in zip(losses, untrained, strict=True))
 
 
-def test_a_best_rate_at_the_edge_is_said_to_be_one():
-    report = lr_find(falling, sgd, high=1e-3, **SHORT, runs=3)
-    assert not report.enclosed and "at an edge" in str(report) and len(report.sweep) == 3
+@pytest.mark.parametrize(
+    ("low", "runs", "words"),
+    [
+        (1e-6, 3, "0.001 was not tried: allow more runs (--runs)"),
+        (1e-6, 10, "0.002 was not tried: allow higher rates (--high)"),
+        (1e-4, 10, "0.002 was not tried: allow higher rates (--high)"),
+    ],
+    ids=["few runs", "a low bound", "close bounds"],
+)
+def test_a_best_rate_at_the_edge_is_said_to_be_one(low, runs, words):
+    report = lr_find(falling, sgd, low=low, high=1e-3, **SHORT, runs=runs)
+    assert not report.enclosed and words in str(report) and len(report.sweep) <= runs
+    assert low <= report.sweep[0][0] and report.sweep[-1][0] <= 1e-3
 
 
 def test_without_held_out_data_the_last_training_losses_judge():
@@ -78,6 +94,7 @@ def test_a_rate_at_which_the_loss_is_lost_is_told_so():
 
 BAD = {
     "a range upside down": ({"low": 1.0, "high": 0.1}, "0 < low < high"),
+    "a narrow range": ({"low": 2e-3, "high": 8e-3}, "with 3 rates"),
     "few steps": ({"steps": 3}, "`steps` must be at least 10"),
     "few runs": ({"runs": 2}, "`runs` must be at least 3"),
     "an unknown optimizer": ({"optimizer": "adm"}, "must be of adamw"),
@@ -90,6 +107,18 @@ def test_wrong_arguments_are_refused(options, words):
         lr_find(line, **options)
 
 
+def test_the_bar_has_a_part_for_each_step():
+    parts = Counter()
+
+    @contextmanager
+    def watch(label, total):
+        parts[label] -= total
+        yield lambda: parts.update([label])
+
+    lr_find(line, sgd, **SHORT, watch=watch)
+    assert len(parts) > 3 and not any(count for label, count in parts.items() if label.startswith("short run"))
+
+
 def test_a_task_without_a_finite_loss_is_refused():
     with pytest.raises(ValueError, match="finite loss"):
         lr_find(lambda seed: Run(nn.Linear(2, 2), lambda: torch.full((), math.nan, requires_grad=True)), sgd, **SHORT)
@@ -97,7 +126,7 @@ def test_a_task_without_a_finite_loss_is_refused():
 
 def test_the_command_finds_draws_and_prints(capsys, tmp_path):
     arguments = ["lr-find", "--task", "tests.test_lr_finder:line", "--optimizer", "tests.test_lr_finder:sgd"]
-    arguments += ["--range-steps", "20", "--steps", "20", "--plot", str(tmp_path / "lr.png"), "--json"]
+    arguments += ["--range-steps", "20", "--steps", "20", "--high", "10", "--plot", str(tmp_path / "lr.png"), "--json"]
     assert main(arguments) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["enclosed"] and told["suggestion"] in [lr for lr, _ in told["sweep"]]
@@ -108,7 +137,19 @@ REFUSED = {
     "no task": (["lr-find"], 2, "--task"),
     "no picture": (["lr-find", "--task", "a:b", "--plot", "lr.txt"], 2, "must end in .png"),
     "no number": (["lr-find", "--task", "a:b", "--low", "-1"], 2, "a number above 0"),
-    "no such task": (["lr-find", "--task", "tests.test_lr_finder:lime"], 1, "must define 'lime'"),
+    "no such task": (["lr-find", "--task", "tests.test_lr_finder:lime"], 2, "must define 'lime'"),
+    "no task of a seed": (
+        ["lr-find", "--task", "tests.test_lr_finder:sgd"],
+        2,
+        "function of seed: got one of model, lr",
+    ),
+    "no run": (["lr-find", "--task", "tests.test_lr_finder:module"], 1, "gefen_nn.Run: got Linear from module"),
+    "no optimizer": (["lr-find", "--task", "tests.test_lr_finder:line", "--optimizer", "adm"], 2, "of adamw, gefen"),
+    "upside down": (
+        ["lr-find", "--task", "tests.test_lr_finder:line", "--low", "1", "--high", "1e-3"],
+        2,
+        "low < high",
+    ),
 }
 
 

@@ -61,6 +61,10 @@ def no_network():
     return 3
 
 
+def task(seed):
+    return network()
+
+
 @pytest.mark.parametrize(("config", "count"), CONFIGS.values(), ids=CONFIGS)
 def test_a_config_has_the_published_number_of_parameters(config, count):
     assert sum(math.prod(shape) for _, shape in of_config(config)) == count
@@ -112,20 +116,43 @@ def test_bytes_are_those_of_the_optimizers():
         assert memory.bytes[name] == sum(leaf.bytes for leaf in report.leaves) - counters
 
 
+def header(shape):
+    text = json.dumps({"w": {"dtype": "BF16", "shape": shape}}).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
 BAD = {
-    "nothing": ("no-such-model", "must be of llama-3-70b"),
-    "another kind": ({"model_type": "bert"}, "`model_type` must be of llama"),
-    "half a config": ({"model_type": "llama", "hidden_size": 8}, "must have 'vocab_size'"),
-    "no model": ("tests.test_model_files:no_network", "must make a torch.nn.Module"),
-    "no header": (b"\xff" * 40, "must begin with its header"),
-    "no folder": ("no/such/config.json", "No such file"),
+    "nothing": ("no-such-model", 2, "must be of llama-3-70b"),
+    "another kind": ({"model_type": "bert"}, 1, "`model_type` must be of llama"),
+    "half a config": ({"model_type": "llama", "hidden_size": 8}, 1, "must have 'vocab_size'"),
+    "many layers": ({"model_type": "llama", "num_hidden_layers": 10**9}, 1, "from 0 to 10,000: got 1000000000"),
+    "half a layer": ({"model_type": "llama", "num_hidden_layers": 1e9}, 1, "from 0 to 10,000: got 1000000000.0"),
+    "no heads": ({"model_type": "llama", "num_attention_heads": 0}, 1, "must be an integer from 1"),
+    "a list": ([1], 1, "must hold an object: got a list"),
+    "no JSON": ("broken", 1, "broken.json', which is not"),
+    "a task": ("tests.test_model_files:task", 2, "of nothing: got one of seed"),
+    "no model": ("tests.test_model_files:no_network", 2, "must make a torch.nn.Module"),
+    "no header": (b"\xff" * 40, 1, "must begin with its header"),
+    "a negative shape": (header([-1, 3]), 1, "got [-1, 3] for 'w'"),
+    "no folder": ("no/such/config.json", 1, "No such file"),
 }
 
 
-@pytest.mark.parametrize(("given", "words"), BAD.values(), ids=BAD)
-def test_what_describes_no_model_is_refused(given, words, tmp_path, capsys):
+@pytest.mark.parametrize(("given", "code", "words"), BAD.values(), ids=BAD)
+def test_what_describes_no_model_is_refused(given, code, words, tmp_path, capsys):
+    (tmp_path / "broken.json").write_text("{")
+    given = str(tmp_path / "broken.json") if given == "broken" else given
     path = tmp_path / ("x.safetensors" if isinstance(given, bytes) else "config.json")
     if not isinstance(given, str):
         path.write_bytes(given if isinstance(given, bytes) else json.dumps(given).encode())
-    assert main(["memory", "--model", given if isinstance(given, str) else str(path)]) == 1
+    assert main(["memory", "--model", given if isinstance(given, str) else str(path)]) == code
+    assert words in capsys.readouterr().err
+
+
+EXPERTS = {"of none": ("llama-3-8b", "4", "a model with experts"), "no divisor": ("moe-1t", "3", "must divide --world")}
+
+
+@pytest.mark.parametrize(("model", "over", "words"), EXPERTS.values(), ids=EXPERTS)
+def test_experts_are_shared_out_where_there_are_some(model, over, words, capsys):
+    assert main(["memory", "--model", model, "--world", "4", "--experts-over", over]) == 2
     assert words in capsys.readouterr().err

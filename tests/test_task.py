@@ -5,7 +5,8 @@ import sys
 import pytest
 from torch import nn
 
-from gefen_nn.task import BUILDS, build_named, function_named
+from gefen_nn.errors import WrongArgumentError
+from gefen_nn.task import BUILDS, build_named, function_named, model_named
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -23,19 +24,34 @@ def test_a_module_is_found_from_the_current_folder(tmp_path, monkeypatch):
 
 BAD = {
     "no colon": ("torch", "module:function: got 'torch'"),
+    "a file": ("sub/mine.py:task", "got 'sub/mine.py:task'. Write 'sub.mine:task'"),
+    "a function of something": ("tests.test_task:task", "of nothing: got one of seed"),
     "no name": ("torch:", "module:function: got 'torch:'"),
     "no such module": ("no_such_module:f", "got no 'no_such_module' from"),
     "no such part of a package": ("torch.no_such:f", "got no 'torch.no_such' from"),
-    "no such function": ("tests.test_task:absent", r"must define 'absent': got \['build_named'"),
+    "no such function": ("tests.test_task:absent", r"must define 'absent': got \['WrongArgumentError'"),
     "a number": ("tests.test_task:NUMBER", "must be a function: got a int"),
 }
 NUMBER = 3
 
 
+def task(seed):
+    return seed
+
+
+def three():
+    return 3
+
+
 @pytest.mark.parametrize(("text", "words"), BAD.values(), ids=BAD)
 def test_a_name_of_nothing_is_refused_with_the_reason(text, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(WrongArgumentError, match=words):
         function_named(text)
+
+
+def test_a_factory_must_make_a_model():
+    with pytest.raises(WrongArgumentError, match=r"must make a torch.nn.Module: got a int"):
+        model_named("tests.test_task:three")
 
 
 def test_an_import_that_fails_inside_the_module_shows_its_own_error(tmp_path, monkeypatch):
