@@ -27,7 +27,7 @@ from gefen_nn.saved_index import Index, Leaf, check_leaves, check_params, check_
 from gefen_nn.state_view import Slot
 
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
-_RULES = ("second_moment", "block", "quantize")
+_RULES = ("second_moment", "block", "quantize", "b2_warmup", "convention")
 
 
 class OptimizerState:
@@ -175,12 +175,14 @@ def index_of(optimizer: TransformOptimizer, slots: Mapping[str, Slot]) -> Index:
     shapes = {name: tuple(p.shape) for name, p in _named(optimizer).items()}
     leaves = {path: Leaf.of(slot.value, slot.owner) for path, slot in slots.items() if slot.value is not None}
     rules = quantizing(optimizer.transform)
-    told = {stage: {name: _told(rule[name]) for name in _RULES if name in rule} for stage, rule in rules.items()}
+    told = {stage: {name: _told(name, rule[name]) for name in _RULES if name in rule} for stage, rule in rules.items()}
     return Index(shapes, leaves, told, values)
 
 
-def _told(value: Any) -> str:
-    """A value as text that another process would write too."""
+def _told(name: str, value: Any) -> str:
+    """What an argument says of the leaves, as text that another process would write too."""
+    if name == "b2_warmup":  # any exponent leaves an average of weight one
+        return "None" if value is None else "a number"
     text = str(value)
     return type(value).__name__ if " at 0x" in text else text
 

@@ -4,6 +4,8 @@ The list, `manifest.json`, is the last file to be written, so a folder that has 
 between any two calls of the file system: what `published` finds afterwards is the last checkpoint that was complete.
 """
 
+import contextlib
+import errno
 import json
 import os
 import shutil
@@ -22,6 +24,7 @@ Sums = dict[str, tuple[int, int]]  # size and CRC-32 of each file
 
 def beside(path: Path, what: str) -> Path:
     """Where a checkpoint is written (`part`), or waits to be deleted (`old`)."""
+    path = Path(os.path.abspath(path))  # "." has no name
     return path.with_name(f".{path.name}.{what}")
 
 
@@ -31,16 +34,42 @@ def is_complete(folder: Path) -> bool:
 
 
 def check_place(path: Path) -> None:
-    """Refuse to write where something lies that is no checkpoint.
+    """Refuse to write where something lies that is no checkpoint, or where no folder can be made.
 
     Raises:
         CheckpointError: naming the path.
     """
+    try:
+        _check_writable(path)
+    except (OSError, ValueError) as error:  # ValueError of a text that can be no path
+        raise CheckpointError(failure(path, repr(error))) from error
     if path.exists() and not is_complete(path):
         raise CheckpointError(
             f"`path` must be new, or an older checkpoint: got {str(path)!r}, which has no {_MANIFEST}. "
             "Choose another, or take that away."
         )
+
+
+def failure(path: Path, came: str) -> str:
+    """What an error says where the disk does not do what is asked of it."""
+    return (
+        f"`path` must lie where all processes may write and read: got {came} for {str(path)!r}. Choose another folder, "
+        "or free space and rights there."
+    )
+
+
+def _check_writable(path: Path) -> None:
+    """Raise `OSError` or `ValueError` where a folder cannot be made beside a path."""
+    for name in (path, beside(path, "part")):
+        with contextlib.suppress(FileNotFoundError):
+            name.stat()
+    there = next(folder for folder in path.absolute().parents if folder.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(there))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(errno.ENOENT, "a link to nothing", str(path))
 
 
 def prepare(path: Path) -> Path:
@@ -106,6 +135,11 @@ def published(path: Path) -> Path:
     for folder in (path, beside(path, "old")):
         if is_complete(folder):
             return folder
+    if (path / ".metadata").is_file() and not (path / "extra.pt").exists():
+        raise CheckpointError(
+            f"`path` must be a checkpoint that `gefen_nn.save` wrote: got one of torch.distributed.checkpoint at "
+            f"{str(path)!r}. Load it by `dcp.load`, with `gefen_nn.OptimizerState` under the name it was saved by."
+        )
     came = "no complete one" if path.exists() else "nothing"
     raise CheckpointError(
         f"`path` must be a checkpoint that `gefen_nn.save` wrote: got {came} at {str(path)!r}. Load another."

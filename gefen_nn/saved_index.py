@@ -129,7 +129,7 @@ def check_rules(saved: Index, own: Mapping[str, Mapping[str, str]]) -> None:
     """
     for stage in own.keys() & saved.rules.keys():
         for name, value in own[stage].items():
-            came = saved.rules[stage].get(name)
+            came = saved.rules[stage].get(name, value)  # older files do not tell all
             if came != value:
                 raise CheckpointError(f"`{name}` of {stage} must be {value}, as the target's: got {came}. {_FIX}.")
 

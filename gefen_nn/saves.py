@@ -8,6 +8,7 @@ written or a tensor changed.
 import copy
 import functools
 import io
+import os
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from gefen_fn.shards import is_sharded, placements_of
 from gefen_fn.tree import list_names
 from gefen_nn import folders
 from gefen_nn.checkpoint import LoadReport
+from gefen_nn.control import timeout_of
 from gefen_nn.dcp import OptimizerState, fits, index_of, own_slots, put_back
 from gefen_nn.errors import CheckpointError
 from gefen_nn.optimizer import TransformOptimizer
@@ -36,6 +38,9 @@ _EXTRA = "extra.pt"
 def save(path: str | Path, model: nn.Module, optimizer: TransformOptimizer, **extra: Any) -> None:
     """Write a checkpoint, which stands at `path` when it is complete; until then an older one there stays as it is.
 
+    All processes call this, each for its own part: never under `if rank == 0`. What a save that failed has written is
+    beside `path`, in `.NAME.part`, and stays until the next save there.
+
     Args:
         path: a folder; new, or an older checkpoint.
         model: its `state_dict()` is saved.
@@ -45,28 +50,29 @@ def save(path: str | Path, model: nn.Module, optimizer: TransformOptimizer, **ex
 
     Raises:
         CheckpointError: for what cannot be saved, or cannot be written.
-        GroupFailure: if another process cannot save its part.
+        TypeError: for a path, a model or an optimizer that is none.
+        GroupFailure: if another process cannot save its part, or does not call this.
     """
-    _begin(Path(path), model, optimizer, extra, copies=False).result()
+    _begin(path, model, optimizer, extra, copies=False).result()
 
 
 def save_async(path: str | Path, model: nn.Module, optimizer: TransformOptimizer, **extra: Any) -> "Future[None]":
     """`save` of this moment while training goes on: everything is copied to the host first, and written by a thread.
 
-    Saves are written one after the other; the process waits for them before it ends. Wait for the last one before the
-    process group is destroyed.
+    All processes call this, never under `if rank == 0`. Saves are written one after the other; the process waits for
+    them before it ends. Wait for the last one before the process group is destroyed.
 
     Returns:
         A future, whose `result()` waits until the checkpoint stands at `path`, and raises what `save` would.
     """
-    return _begin(Path(path), model, optimizer, extra, copies=True)
+    return _begin(path, model, optimizer, extra, copies=True)
 
 
 def load(path: str | Path, model: nn.Module, optimizer: TransformOptimizer, strict: bool = True) -> LoadReport:
     """Read a checkpoint into a model and its optimizer, on any number of processes.
 
-    Everything is read and checked beside what is there, which needs as much memory again; then all of it is put in
-    place, or nothing.
+    All processes call this, never under `if rank == 0`. Everything is read and checked beside what is there, which
+    needs as much memory again; then all of it is put in place, or nothing.
 
     Args:
         path: what `save` wrote.
@@ -79,12 +85,13 @@ def load(path: str | Path, model: nn.Module, optimizer: TransformOptimizer, stri
 
     Raises:
         CheckpointError: for what is missing, unexpected, damaged or of another shape.
-        GroupFailure: if another process refuses its part.
+        TypeError: for a path, a model or an optimizer that is none.
+        GroupFailure: if another process refuses its part, or does not call this.
     """
     world = _world()
-    together(lambda: OptimizerState(optimizer), world, "load")
+    place = together(lambda: _given(path, model, optimizer), world, "load")
     _written()
-    folder = together(lambda: _checked(Path(path), world), world, "load")
+    folder = together(lambda: _checked(place, world), world, "load")
     said = _read({"optimizer": {"index": ""}}, folder)["optimizer"]["index"]
     index = together(lambda: read_index(said), world, "load")
     wanted = together(lambda: _wanted(folder, index, model, optimizer, strict), world, "load")
@@ -128,18 +135,19 @@ def _written() -> None:
 @functools.lru_cache(maxsize=1)
 def _writers(world: Any) -> Any:
     """A group for writing alone, because its thread talks while the steps of the training do."""
-    return None if world is None else dist.new_group(backend="gloo")
+    return None if world is None else dist.new_group(timeout=timeout_of(world), backend="gloo")
 
 
 def _begin(
-    path: Path, model: nn.Module, optimizer: TransformOptimizer, extra: Mapping[str, Any], copies: bool
+    path: str | Path, model: nn.Module, optimizer: TransformOptimizer, extra: Mapping[str, Any], copies: bool
 ) -> "Future[None]":
     world = _world()
-    state = together(lambda: _collected(path, model, optimizer, extra), world, "save")
+    place = together(lambda: _given(path, model, optimizer), world, "save")
+    state = together(lambda: _collected(place, model, optimizer, extra), world, "save")
     if world is not None:
-        _check_same(together(lambda: _said(path, state, extra), world, "save"), world)
+        _check_same(together(lambda: _said(place, state, extra), world, "save"), world)
     held = together(lambda: _held(state, extra, copies), world, "save")
-    write = functools.partial(_write, path, held, _writers(world))
+    write = functools.partial(_write, place, held, _writers(world))
     if copies:
         return _writer().submit(write)
     _written()
@@ -148,9 +156,18 @@ def _begin(
     return done
 
 
+def _given(path: str | Path, model: nn.Module, optimizer: TransformOptimizer) -> Path:
+    """The path, if the three are what they are to be, and parameters have names."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"`path` must be text or a path: got {path!r}. Name a folder.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` must be a torch.nn.Module: got a {type(model).__name__}. Pass the model itself.")
+    OptimizerState(optimizer)  # refuses other optimizers
+    return Path(path).absolute()
+
+
 def _collected(path: Path, model: nn.Module, optimizer: TransformOptimizer, extra: Mapping[str, Any]) -> dict[str, Any]:
     """What is saved, once nothing in it is to be refused."""
-    OptimizerState(optimizer)  # refuses other optimizers, and parameters without names
     folders.check_place(path)
     optimizer.kept.check_whole()
     slots = own_slots(optimizer)
@@ -159,8 +176,7 @@ def _collected(path: Path, model: nn.Module, optimizer: TransformOptimizer, extr
     for x in (*leaves.values(), *tensors.values()):
         if isinstance(x, Tensor):
             _form(x)
-    for key, value in extra.items():
-        _text(key, value)
+    _check_extra(extra)
     return {"model": tensors, "optimizer": {"index": index_of(optimizer, slots).text(), "state": leaves}}
 
 
@@ -184,6 +200,18 @@ def _sum(x: Tensor) -> int:
     aligned = flat if flat.storage_offset() % 8 == 0 else flat.clone()
     words = len(aligned) // 8 * 8
     return int(aligned[:words].view(torch.int64).sum()) + int(aligned[words:].sum())
+
+
+def _check_extra(extra: Mapping[str, Any]) -> None:
+    """Refuse what a load could not read back."""
+    for key, value in extra.items():
+        try:
+            _text(key, value)
+        except RecursionError:
+            raise CheckpointError(
+                f"`{key}` must end somewhere: got a {type(value).__name__} that holds itself, or is nested as deep as "
+                "Python can go. Save what is in it flat."
+            ) from None
 
 
 def _text(key: str, x: Any) -> str:
@@ -249,12 +277,12 @@ def _write(path: Path, held: _Held, group: Any) -> None:
 
     first = _rank(group) == 0
     part = folders.beside(path, "part")
-    together(lambda: folders.prepare(path) if first else None, group, "save")
-    with _as_checkpoint_errors(), _without_group_warning():
+    with _as_checkpoint_errors(path), _without_group_warning():
+        together(lambda: folders.prepare(path) if first else None, group, "save")
         dcp_save(held.state, checkpoint_id=part, process_group=group)
-    own = together(lambda: folders.sums(part, f"__{_rank(group)}_*"), group, "save")
-    files = [own] if group is None else _gathered(own, group)
-    together(lambda: _finish(part, path, held.extra, files) if first else None, group, "save")
+        own = together(lambda: folders.sums(part, f"__{_rank(group)}_*"), group, "save")
+        files = [own] if group is None else _gathered(own, group)
+        together(lambda: _finish(part, path, held.extra, files) if first else None, group, "save")
 
 
 def _gathered(own: folders.Sums, group: Any) -> list[folders.Sums]:
@@ -270,8 +298,9 @@ def _finish(part: Path, path: Path, extra: bytes, files: list[folders.Sums]) -> 
 
 
 def _checked(path: Path, world: Any) -> Path:
-    folder = folders.published(path)
-    folders.check_files(folder, _rank(world), 1 if world is None else dist.get_world_size(world))
+    with _as_checkpoint_errors(path):
+        folder = folders.published(path)
+        folders.check_files(folder, _rank(world), 1 if world is None else dist.get_world_size(world))
     return folder
 
 
@@ -280,7 +309,7 @@ def _read(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-    with _as_checkpoint_errors(), _without_group_warning():
+    with _as_checkpoint_errors(folder), _without_group_warning():
         dcp_load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
     return state
 
@@ -326,15 +355,17 @@ def _like(x: Any) -> Any:
 
 
 @contextmanager
-def _as_checkpoint_errors() -> Iterator[None]:
-    """What DCP raises, which is no `Exception`, as one of ours with its first cause."""
+def _as_checkpoint_errors(path: Path) -> Iterator[None]:
+    """What the disk raises, and DCP, which raises no `Exception`, as one of ours with its first cause."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
-        raise CheckpointError(f"Files must be written and read by all processes: got {cause!r} on {rank}.") from error
+        raise CheckpointError(folders.failure(path, f"{cause!r} on process {rank}")) from error
+    except (OSError, UnicodeError) as error:
+        raise CheckpointError(folders.failure(path, repr(error))) from error
 
 
 @contextmanager

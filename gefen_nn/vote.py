@@ -1,8 +1,9 @@
 """The vote before a step: each member says in one record what it found, and all draw the same conclusion.
 
-A record is 64 bytes, which begin with the name of the call, and two bits for each parameter. Decisions are ORs, assertions are equalities, and an error names
-the members. Records are of one size, or gloo ends the process: it is that of the last vote, and a second one follows
-where all members have another number of parameters. Without a group each phase fails for itself, and nothing is sent.
+A record is 64 bytes, which begin with the name of the call, and two bits for each parameter. Decisions are ORs,
+assertions are equalities, and an error names the members. Records are of one size, or gloo ends the process: it is that
+of the last vote, and a second one follows where all members have another number of parameters. Without a group each
+phase fails for itself, and nothing is sent.
 """
 
 import functools

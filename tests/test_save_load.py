@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from gefen_fn import Factored, adamw, chain, flatten_state, gefen, trace
+from gefen_fn import Factored, adamw, chain, flatten_state, gefen, scale_by_muon, trace
 from gefen_nn import (
     CheckpointError,
     Gefen,
@@ -29,6 +29,7 @@ from gefen_nn import (
     save,
     save_async,
 )
+from gefen_nn import dcp as dcp_of_ours
 from gefen_nn.checkpoint import same_bits
 
 
@@ -242,6 +243,46 @@ def test_50_what_a_load_could_not_read_back_is_refused_before_the_first_byte(tmp
     assert not (tmp_path / "run").exists()
 
 
+PLACES_THAT_ARE_NONE = {
+    "below a file": lambda here: here / "file" / "run",
+    "a null byte": lambda here: f"{here}/a\0b",
+    "a name too long for the file beside it": lambda here: here / ("x" * 252),
+    "a link to nothing": lambda here: here / "link",
+}
+
+
+@pytest.mark.parametrize("place", PLACES_THAT_ARE_NONE)
+def test_50_a_place_where_no_folder_can_be_is_refused_before_the_first_byte(tmp_path, monkeypatch, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    monkeypatch.setattr(folders, "prepare", lambda _: pytest.fail("it was to be refused before"))
+    with pytest.raises(CheckpointError, match="`path` must lie where all processes may write"):
+        save(PLACES_THAT_ARE_NONE[place](tmp_path), *run(steps=0))
+
+
+@pytest.mark.parametrize("call", ["prepare", "publish", "write", "sums"])
+def test_what_the_disk_refuses_is_told_as_the_save_s_own_error(tmp_path, monkeypatch, call):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(folders, call, full)
+    with pytest.raises(CheckpointError, match=r"No space left.*Choose another folder"):
+        save(tmp_path / "a", *run(steps=0))
+
+
+def test_arguments_of_other_types_are_refused_by_name(tmp_path):
+    model, optimizer = run(steps=0)
+    endless = []
+    endless.append(endless)
+    with pytest.raises(CheckpointError, match="`step` must end somewhere"):
+        save(tmp_path / "a", model, optimizer, step=endless)
+    for call in (save, save_async, load):
+        for given, text in (((3, model), "`path` must be"), ((tmp_path / "a", {}), "`model` must be a torch.nn.Mod")):
+            with pytest.raises(TypeError, match=text):
+                call(*given, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
 class Wider(nn.Sequential):
     """A layer more than `net`."""
 
@@ -282,6 +323,7 @@ def test_another_policy_or_expression_is_refused_by_the_leaves_it_lacks(tmp_path
     for options, text in (
         ({"second_moment": Factored()}, r"Factored\(tile=\(128, 256\)\)"),
         ({"block": 128}, r"`block`.* be 128.* got 256"),
+        ({"b2_warmup": None}, r"`b2_warmup`.* be None.* got a number"),
     ):
         other, target = fresh(**options)
         with pytest.raises(CheckpointError, match=text):
@@ -290,6 +332,29 @@ def test_another_policy_or_expression_is_refused_by_the_leaves_it_lacks(tmp_path
     target = TransformOptimizer(other.named_parameters(), chain(trace(0.9), gefen(1e-3)))
     with pytest.raises(CheckpointError, match=r"missing `trace.trace"):
         load(tmp_path / "a", other, target, strict=True)
+
+
+def test_what_changes_no_meaning_of_the_state_may_differ_and_so_may_what_older_files_do_not_tell(tmp_path, monkeypatch):
+    model, optimizer = run()
+    save(tmp_path / "a", model, optimizer)
+    for options in ({"b2_warmup": 0.5}, {"maximize": True}, {"codebook": "fixed"}):
+        other, target = fresh(**options)
+        load(tmp_path / "a", other, target)
+        assert same(held(model, optimizer), held(other, target))
+    with monkeypatch.context() as patch:
+        patch.setattr(dcp_of_ours, "_RULES", ("second_moment", "block"))
+        save(tmp_path / "older", model, optimizer)
+    load(tmp_path / "older", *fresh(b2_warmup=None))
+
+
+def test_a_momentum_that_is_a_sum_and_one_that_is_an_average_are_not_taken_for_each_other(tmp_path):
+    def muon(convention):
+        model = nn.Linear(64, 80, bias=False)
+        return model, TransformOptimizer(model.named_parameters(), scale_by_muon(convention=convention))
+
+    save(tmp_path / "a", *muon("ema"))
+    with pytest.raises(CheckpointError, match=r"`convention` of scale_by_muon must be sum.* got ema"):
+        load(tmp_path / "a", *muon("sum"))
 
 
 def test_d11_state_of_a_parameter_frozen_since_is_loaded_and_that_of_one_frozen_before_may_be_missing(tmp_path):
