@@ -30,6 +30,7 @@ from gefen_nn import (
     load,
     save,
     save_async,
+    saves,
 )
 from tests.distributed.adapter import build, give_gradients, tensors
 from tests.distributed.pool import GROUP_SECONDS
@@ -259,13 +260,17 @@ def _own_count(optimizer: Gefen) -> None:
     next(iter(optimizer.state.values()))["scale_by_gefen.count"].add_(1)
 
 
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
 OWN: dict[str, tuple[Callable[[Gefen], None], dict[str, Any], str]] = {
     "another learning rate": (_own_lr, {}, "group values"),
     "a group value that is no plain one": (_own_tag, {}, "tag"),
     "another count": (_own_count, {}, "count"),
     "another extra value": (lambda _: None, {"step": 3}, "step"),
     "an extra value that is no plain one": (lambda _: None, {"step": object()}, "step"),
+    "an extra value that holds itself": (lambda _: None, {"step": ENDLESS}, "step"),
     "a folder that is no checkpoint": (lambda _: None, {"path": "full"}, "path"),
+    "a path that can be none": (lambda _: None, {"path": "a\0b"}, "`path` must lie where"),
 }
 
 
@@ -283,6 +288,24 @@ def refused_saves(rank: int, folder: str) -> dict[str, tuple[str, bool]]:
         wrote = sorted(x.name for x in Path(folder).rglob("*")) != ["full", "mine"]
         out[name] = ended, wrote or before != _bytes(model, optimizer)
     return out
+
+
+def writing_timeout(rank: int) -> float:
+    """How long the group that saves are written in waits for a member, in seconds."""
+    writers = saves._writers.__wrapped__(dist.group.WORLD)
+    return writers._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def save_another_kind(rank: int, folder: str) -> tuple[str, str]:
+    """How a save and a load end for which one worker passes a dict as its model."""
+    model, optimizer = run_of("net", (2,))
+    ended = []
+    for call in (save, load):
+        try:
+            call(folder, {} if rank == 1 else model, optimizer)
+        except (TypeError, GroupFailure) as error:
+            ended.append(type(error).__name__)
+    return tuple(ended)
 
 
 def _change(key: str, change: Callable[[Tensor], Any]) -> Callable[[dict[str, Any]], Any]:

@@ -24,6 +24,7 @@ from tests.distributed.saving import (
     refused_loads,
     refused_saves,
     run_after,
+    save_another_kind,
     save_run,
     save_trees,
     save_while_training,
@@ -31,6 +32,7 @@ from tests.distributed.saving import (
     shard_later,
     trees_after,
     trees_index,
+    writing_timeout,
     written,
 )
 from tests.distributed.test_shards import different
@@ -166,6 +168,16 @@ def test_50_a_save_is_refused_on_all_processes_before_the_first_byte(pools, tmp_
         assert own[name][0].startswith("CheckpointError") and text in own[name][0]
         assert others[name][0].startswith("GroupFailure") and "members [1]" in others[name][0]
         assert not own[name][1] and not others[name][1]
+
+
+def test_50_a_model_that_is_none_on_one_process_is_refused_on_all(pools, tmp_path):
+    others, own = pools(2).run(save_another_kind, str(tmp_path / "run"))
+    assert own == ("TypeError", "TypeError") and others == ("GroupFailure", "GroupFailure")
+    assert not list(tmp_path.iterdir())
+
+
+def test_saves_wait_for_a_process_as_long_as_the_default_group_does(pools):
+    assert pools(2).run(writing_timeout) == [GROUP_SECONDS] * 2
 
 
 def test_41_42_d24_a_load_that_one_process_refuses_is_refused_by_all_and_changes_nothing(pools):
