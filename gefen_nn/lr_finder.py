@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from gefen_nn.console import Watch, silent, table
 from gefen_nn.errors import WrongArgumentError
@@ -168,13 +169,31 @@ def _range_test(
 ) -> Iterator[tuple[float, float, float]]:
     """See `LrReport`; a loss judges the rates of the steps before it."""
     growth = (high / low) ** (1 / (steps - 1))
-    for at, loss in zip(range(steps), _steps(run, build, low, lambda at: growth**at), strict=False):
+    losses = _steps(run, build, low, lambda at: growth**at)
+    for at in range(steps):
+        drawn = _random_states()
+        loss = next(losses)
+        after = _random_states()
+        _set_random_states(drawn)  # both see one batch, also where a task draws it from torch's own generator
         with torch.no_grad():
             start = float(untrained.loss())
+        _set_random_states(after)
         if at and not loss <= start + abs(start):  # a NaN is not
             return
         yield low * growth**at, loss, start
         advance()
+
+
+def _random_states() -> list[Tensor]:
+    """Of torch's own generators, the CPU's first."""
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if used else [])]
+
+
+def _set_random_states(states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
 
 
 def _guess(test: Sequence[tuple[float, float, float]]) -> float:

@@ -67,6 +67,16 @@ def test_the_range_test_ends_where_the_loss_has_doubled(low):
     assert losses[0] == untrained[0] and all(a <= 2 * b for a, b in zip(losses, untrained, strict=True))
 
 
+def test_the_untrained_model_sees_the_same_batches_of_a_task_that_draws_from_torchs_own_generator():
+    def task(seed):
+        torch.manual_seed(seed)
+        net = nn.Linear(4, 1)
+        return Run(net, lambda: (torch.rand(()) + 0 * net.weight.sum()).exp())
+
+    test = lr_find(task, sgd, **SHORT).range_test
+    assert all(loss == start for _, loss, start in test) and len({loss for _, loss, _ in test}) == len(test) == 30
+
+
 @pytest.mark.parametrize(
     ("low", "runs", "words"),
     [
