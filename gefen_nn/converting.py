@@ -22,8 +22,8 @@ from gefen_nn.stored import Stored, as_state_dict, read_stored, state_dict_in
 Groups = list[dict[str, Any]]
 Make = Callable[[Groups], TransformOptimizer]
 MAKERS: Mapping[str, Callable[..., TransformOptimizer]] = {"gefen": Gefen, "gefen_muon": GefenMuon, "muon": Muon}
-_LEGEND = """Errors are shares of each norm. A second moment kept as means loses what differs within: of its root usually
-60 % after one step, as squares of single gradients differ much, and 10 to 20 % once a hundred are averaged."""
+_LEGEND = """Errors are shares of each norm. A second moment kept as means loses what differs within: of its root
+usually 60 % after one step, as squares of single gradients differ much, 10 to 20 % once a hundred are averaged."""
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer", "mu", "mu.codes")
 
 
