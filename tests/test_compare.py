@@ -70,9 +70,9 @@ def test_the_command_trains_reports_and_is_carried_on(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     "command, code, message",
     [
-        (["--optimizer", "adam"], 1, "got 'adam'"),
+        (["--optimizer", "adam"], 2, "got 'adam'"),
         (["--task", "json:dumps", "--steps", "1"], 1, "A task must return a gefen_nn.Run: got str"),
-        (["--task", "nowhere:task"], 1, "got no 'nowhere'"),
+        (["--task", "nowhere:task"], 2, "got no 'nowhere'"),
         (["--rates", "1e-3,-1"], 2, "must be a number above 0: got '-1'"),
         (["--seeds", "0"], 2, "must be an integer from 1"),
     ],
