@@ -9,6 +9,10 @@ from gefen_fn.tree import Tree, readable, tree_leaves, tree_paths, tree_structur
 
 MUON = "muon"
 _EMBEDDING = re.compile(r"embed|(^|_)(wte|wpe|emb)\d*(_|$)", re.IGNORECASE)
+_POSITIONS = re.compile(r"(^|_)pos(itional|itions?)?\d*(_|$)", re.IGNORECASE)
+_POSITIONS_MODULE = re.compile(
+    r"((rel|abs)(ative|olute)?_)?pos(itional|itions?)?\d*(_enc(od(ing|er))?s?)?", re.IGNORECASE
+)
 _OUTPUT = re.compile(r"^(lm_)?head$|(^|_)(classifier|score)(_|$)", re.IGNORECASE)
 _OUTPUT_OF_ALL = re.compile(r"((module|_orig_mod)\.)*(fc|output)\.weight")  # a block may have an `fc` of its own
 _BIAS = re.compile(r"(^|_)bias(_|$)", re.IGNORECASE)
@@ -18,7 +22,7 @@ def other_reason(path: str, shape: Sequence[int]) -> str | None:
     """Why a leaf is not Muon's by its path and shape; None if it is.
 
     Embeddings and output layers are rows looked up or scored one by one, not maps between features: their names tell,
-    the leaf's own or its module's, places in a list not counted. A table of biases is no map either.
+    the leaf's own or its module's, places in a list not counted. A table of biases or of positions is no map either.
 
     Args:
         path: its keys joined by dots.
@@ -32,7 +36,15 @@ def other_reason(path: str, shape: Sequence[int]) -> str | None:
         return "an embedding by its name"
     if _OUTPUT_OF_ALL.fullmatch(readable(path)) or any(_OUTPUT.search(name) for name in names):
         return "an output layer by its name"
-    return "a bias by its name" if names and _BIAS.search(names[-1]) else None
+    if names and _BIAS.search(names[-1]):
+        return "a bias by its name"
+    return "learned positions by its name" if _is_of_positions(names) else None
+
+
+def _is_of_positions(names: Sequence[str]) -> bool:
+    """Whether the leaf's own name speaks of positions, or its module's of nothing else: `pos_proj` is a map."""
+    own = bool(names) and _POSITIONS.search(names[-1]) is not None
+    return own or any(_POSITIONS_MODULE.fullmatch(name) for name in names[:-1])
 
 
 def muon_reasons(params: Params, spec: Spec = None) -> list[str | None]:

@@ -78,12 +78,12 @@ def _kind(spec: optree.PyTreeSpec) -> str:
 
 
 def list_names(**kinds: Sequence[str]) -> str:
-    """Text such as "missing `a`, `b`, unexpected `c`": at most five names of a kind, no word for none."""
+    """Text such as "missing `a`, `b`, unexpected `c`": at most five names of a kind, as their keys are written."""
     return ", ".join(f"{kind} {_some(names)}" for kind, names in kinds.items() if names)
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(f"`{name}`" for name in names[:5])
+    shown = ", ".join(f"`{readable(name)}`" for name in names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 

@@ -77,8 +77,9 @@ def read(
         CheckpointError: for a missing part, another version or block, or names that do not match.
     """
     _check_form(state_dict)
+    stages = _stages(_keys(state_dict["state"]))
     for group in state_dict["param_groups"]:
-        _check_fixed(group, groups[0], strict)
+        _check_fixed(group, groups[0], strict, stages)
     names = _match(state_dict["param_groups"], members, "param_names" in groups[0], frozen, strict)
     owner = {i: group for group in state_dict["param_groups"] for i in group["params"]}
     values = {name: {k: v for k, v in owner[i].items() if k not in _NOT_VALUES} for i, name in names.items()}
@@ -104,7 +105,7 @@ def _part(whole: Any, key: Any, kind: Any) -> Any:
     return held[key]
 
 
-def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any], strict: bool) -> None:
+def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any], strict: bool, stages: Sequence[str]) -> None:
     if group.keys() <= {"params", "param_names"}:
         if not strict:
             return
@@ -121,6 +122,7 @@ def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any], strict: bo
     for key in FIXED_KEYS:
         if type(group.get(key)) is not int or group[key] != target[key]:
             raise CheckpointError(
+                f"Saved from {', '.join(stages) or 'no stage'}. "
                 f"`{key}` must be {target[key]}: got {group.get(key, 'nothing')}. "
                 "Build the optimizer as the one that saved, or update the package."
             )
@@ -197,9 +199,10 @@ def restore(
     Raises:
         CheckpointError: naming the first key that does not fit or is damaged.
     """
-    for name, leaves in state_view.view(state, names).items():
+    own = state_view.view(state, names)
+    for name, leaves in own.items():
         if strict and (saved.get(name) or name not in frozen):
-            _check_keys(name, leaves, saved.get(name, {}))
+            _check_keys(name, own, saved)
         for key in leaves.keys() & saved.get(name, {}).keys():
             check_leaf(f"{name}: {key}", leaves[key], saved[name][key])
     values = [_load(slot, saved) for slot in state_view.slots(state, names)]
@@ -277,13 +280,36 @@ def _lacking(has: Mapping[str, Mapping[str, Tensor]], other: Mapping[str, Mappin
             yield from (f"{name}: {key}" for key in sorted(leaves.keys() - other.get(name, {}).keys()))
 
 
-def _check_keys(name: str, own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    if missing or extra:
+def _check_keys(name: str, own: Mapping[str, Mapping[str, Tensor]], saved: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Refuse a parameter whose keys differ, in view of what all parameters have."""
+    keys, came = own[name].keys(), saved.get(name, {}).keys()
+    if keys != came:
+        differences = list_names(missing=sorted(keys - came), unexpected=sorted(came - keys))
         raise CheckpointError(
-            f"State keys of {name!r} must match: got {list_names(missing=missing, unexpected=extra)}. "
+            f"{other_stages(_keys(saved), _keys(own))}State keys of {name!r} must match: got {differences}. "
             "Build the optimizer with the transform that saved, or load with strict=False."
         )
+
+
+def _keys(leaves: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+    return [key for own in leaves.values() for key in own]
+
+
+def other_stages(saved: Sequence[str], own: Sequence[str]) -> str:
+    """The beginning of an error: whose state was saved, if stages differ; else nothing.
+
+    Args:
+        saved: names of its tensors.
+        own: names of those that are wanted.
+    """
+    came, wanted = _stages(saved), _stages(own)
+    if set(came) == set(wanted):
+        return ""
+    return f"Saved from {', '.join(came) or 'no stage'}, yours is {', '.join(wanted) or 'none'}. "
+
+
+def _stages(keys: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(str(key).partition(".")[0] for key in keys))
 
 
 def group_values(

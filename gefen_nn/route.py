@@ -231,7 +231,7 @@ def route(model: Any, rules: Rules | None = None, *, lr: float = 1e-3, backup: s
 
     Embeddings, whatever is tied to one, output layers, vectors, depthwise convolutions and matrices with a side below
     32 go to the backup; matrices, experts `[E, M, N]` and convolutions, as `O x (I kh kw)`, to Muon. The module that
-    holds a parameter tells first, then the shape, then the name (`lm_head`, `classifier`, `score`, `embed`).
+    holds a parameter tells first, then the shape, then the name (`lm_head`, `classifier`, `score`, `embed`, `pos`).
 
     Args:
         model: a module, or its named parameters, of which shapes and names alone tell.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gefen_fn.tree import list_names
 from gefen_nn import groups
+from gefen_nn.checkpoint import other_stages
 from gefen_nn.errors import CheckpointError
 
 _FIX = "Build the same model and optimizer as those that saved"
@@ -151,7 +152,8 @@ def check_leaves(saved: Index, own: Mapping[str, Leaf], optional: Collection[str
     if strict and (missing or extra):
         differences = list_names(missing=missing, unexpected=extra)
         raise CheckpointError(
-            f"State must have the target's leaves: got {differences}. {_FIX}, or use `gefen_nn.load` with strict=False."
+            f"{other_stages(list(saved.leaves), list(own))}State must have the target's leaves: got {differences}. "
+            f"{_FIX}, or use `gefen_nn.load` with strict=False."
         )
     for key in sorted(own.keys() & saved.leaves.keys()):
         if own[key][1:] != saved.leaves[key][1:]:

@@ -3,6 +3,7 @@
 import copy
 import io
 from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from gefen_fn.alias import adam, gefen, sgd
 from gefen_fn.base import GradientTransformation
 from gefen_fn.combine import chain
 from gefen_fn.scale import trace
-from gefen_fn.state_io import flatten_state
+from gefen_fn.state_io import flatten_state, unflatten_state
+from gefen_fn.tree import StructureError, tree_map
 from gefen_nn import Gefen
 from gefen_nn.errors import CheckpointError
 from gefen_nn.optimizer import TransformOptimizer
@@ -50,6 +52,43 @@ def test_a_saved_and_loaded_run_takes_the_same_next_step_to_the_bit(make: Callab
     train(other, loaded, range(3, 5))
     assert same(bits(net), bits(other))
     assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(flat(optimizer), flat(loaded), strict=True))
+
+
+OTHERS = {
+    "another direction": (chain(trace(0.9)), adam(0.01), "^Saved from trace, yours is scale_by_adam. State keys"),
+    "another block": (chain(trace(0.9)), None, "^Saved from trace. `block` must be 256"),
+}
+
+
+@pytest.mark.parametrize(("tx", "own", "text"), OTHERS.values(), ids=OTHERS)
+def test_a_file_of_another_optimizer_is_told_by_its_stages_first(tx, own, text) -> None:
+    named = list(model().named_parameters())
+    saved = TransformOptimizer(named, tx).state_dict()
+    optimizer = Gefen(named) if own is None else TransformOptimizer(named, own)
+    with pytest.raises(CheckpointError, match=text):
+        optimizer.load_state_dict(saved)
+
+
+def test_names_in_errors_are_shown_as_they_are_written() -> None:
+    params = {"0.weight": torch.ones(3)}
+    with pytest.raises(StructureError, match=r"missing .*`scale_by_adam.mu.0.weight`"):
+        unflatten_state(flatten_state(trace(0.9).init(params)), adam(0.01).init(params))
+
+
+def test_a_state_of_ones_own_under_any_name_is_saved_and_loaded() -> None:
+    class Kept(NamedTuple):
+        seen: dict
+
+    def update(updates, state, params=None, **extra):
+        return updates, Kept(tree_map(lambda x, u: x + u, state.seen, updates))
+
+    own = GradientTransformation(lambda params: Kept(tree_map(torch.zeros_like, params)), update)
+    net, other = model(), model(1)
+    optimizer, loaded = (TransformOptimizer(n.named_parameters(), chain(own, adam(0.01))) for n in (net, other))
+    train(net, optimizer, range(2))
+    loaded.load_state_dict(reloaded(optimizer.state_dict()))
+    assert {"kept.seen", "scale_by_adam.mu"} <= set(optimizer.state_dict()["state"][0])
+    assert all(torch.equal(x, y) for x, y in zip(flat(optimizer), flat(loaded), strict=True))
 
 
 def test_names_match_whatever_the_order_and_grouping() -> None:

@@ -13,6 +13,7 @@ from tests.model_zoo import Conv1D, Norm, Parts, linear
 
 VECTOR = ("backup", "fewer than 2 axes")
 EMBEDDING = ("backup", "an embedding")
+POSITIONS = "learned positions by its name"
 HEAD = ("backup", "an output layer by its name")
 DECODER = {
     "embed_tokens.weight": EMBEDDING,
@@ -137,6 +138,11 @@ MODULES = {
     "two filters a channel": (Parts(c=nn.Conv2d(64, 128, 7, groups=64)), "c.weight", "a side below 32"),
     "one filter a channel": (Parts(c=nn.Conv2d(64, 64, 7, groups=64)), "c.weight", "a depthwise convolution"),
     "a table of biases": (Parts(position_bias=torch.zeros(169, 32)), "position_bias", "a bias by its name"),
+    "positions": (Parts(pos=torch.zeros(1, 196, 64)), "pos", POSITIONS),
+    "an encoding of positions": (Parts(positional_encoding=torch.zeros(256, 64)), "positional_encoding", POSITIONS),
+    "relative positions": (Parts(a=Parts(rel_pos=torch.zeros(127, 64))), "a.rel_pos", POSITIONS),
+    "relative positions of one side": (Parts(rel_pos_h=torch.zeros(127, 64)), "rel_pos_h", POSITIONS),
+    "a module of positions": (Parts(pos_encoding=Parts(weight=torch.zeros(256, 64))), "pos_encoding.weight", POSITIONS),
     "the last of a classifier": (Parts(classifier=nn.Sequential(linear(64, 64))), "classifier.0.weight", HEAD[1]),
     "a row m2": (Parts(a=linear(64, 1)), "a.weight", "one row or column"),
     "a column m2": (Parts(a=linear(1, 64)), "a.weight", "one row or column"),
@@ -160,6 +166,11 @@ AXES = {
 def test_a_layer_that_uses_its_weight_otherwise_tells_its_matrices(layer, axes):
     assert route(Parts(c=layer)).spec["c.weight"] == axes
     assert route(Parts(c=layer)).labels["c.weight"] == "muon"
+
+
+@pytest.mark.parametrize("name", ["pos_proj", "linear_pos", "position_wise", "compose", "opposite"])
+def test_a_map_is_muons_though_its_name_speaks_of_positions(name):
+    assert route(Parts(**{name: linear(64, 64)})).labels == {f"{name}.weight": "muon"}
 
 
 def test_an_fc_is_an_output_layer_at_the_top_of_a_model_only():
