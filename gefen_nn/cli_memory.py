@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Count, print."""
     model, muon = model_of(arguments.model), arguments.optimizer == "gefen_muon"
-    _check_experts(model, arguments.experts_over, arguments.world)
+    _check_experts(model, arguments.experts_over)
     memory = memory_of(model)
     options = {"muon": muon, "expert_parallel": arguments.experts_over, "policy": DEFAULT_SECOND_MOMENT}
     report = simulate(model, arguments.world, **options)
@@ -48,10 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_experts(model: Model, over: int, world: int) -> None:
+def _check_experts(model: Model, over: int) -> None:
     if over > 1 and not any(leaf.experts for leaf in model.values()):
         raise WrongArgumentError(
             f"--experts-over must be of a model with experts: got {over} for one without. Leave it out."
         )
-    if world % over:
-        raise WrongArgumentError(f"--experts-over must divide --world: got {over} for {world}. Use a divisor.")

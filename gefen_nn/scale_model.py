@@ -21,6 +21,7 @@ from gefen_fn.second_moment import Factored, FactoredState, SecondMoment, policy
 from gefen_fn.shards import Peers, Piece
 from gefen_fn.spec import default_axes, matrices_of
 from gefen_kernels import reference
+from gefen_nn.errors import WrongArgumentError
 from gefen_nn.model_shapes import Cut, Model, cut_of
 from gefen_nn.vote import record_bytes
 
@@ -165,10 +166,12 @@ def simulate(model: Model, world: int, *, muon: bool = False, expert_parallel: i
         policy: Gefen's second moment.
 
     Raises:
-        ValueError: if `expert_parallel` does not divide `world`.
+        WrongArgumentError: if `expert_parallel` does not divide `world`.
     """
     if world % expert_parallel:
-        raise ValueError(f"`expert_parallel` must divide `world`: got {expert_parallel} for {world}. Use a divisor.")
+        raise WrongArgumentError(
+            f"`expert_parallel` must divide `world`: got {expert_parallel} for {world}. Use a divisor."
+        )
     held = [_member(model, world, rank, muon, expert_parallel, policy) for rank in _sample(world, 24)]
     alone = _member(model, 1, 0, muon, 1, policy)
     most = _Held(*(max(column) for column in zip(*held, strict=True)))

@@ -149,7 +149,7 @@ def test_what_describes_no_model_is_refused(given, code, words, tmp_path, capsys
     assert words in capsys.readouterr().err
 
 
-EXPERTS = {"of none": ("llama-3-8b", "4", "a model with experts"), "no divisor": ("moe-1t", "3", "must divide --world")}
+EXPERTS = {"of none": ("llama-3-8b", "4", "a model with experts"), "no divisor": ("moe-1t", "3", "must divide `world`")}
 
 
 @pytest.mark.parametrize(("model", "over", "words"), EXPERTS.values(), ids=EXPERTS)
