@@ -45,7 +45,7 @@ from gefen_fn import (
 from gefen_fn.tree import StructureError, tree_leaves
 from gefen_nn import CheckpointError, Gefen, OptimizerState, load, save, save_async
 
-CASES = "q1 q2 q3 q4 q6 q7 q9 q10 q11 q13 q15 q16 q17 q18 q21 q22 q19 q24 q25 q27 q28 i1 i3 i6".split()
+CASES = "q1 q2 q3 q4 q6 q7 q9 q10 q11 q13 q15 q16 q17 q18 q19 q21 q22 q24 q25 q27 q28 i1 i3 i6".split()
 CASES += "f1 f3 f4 f6 f8 f11 f12".split()
 CASES += "m1 m2 m3 m4 m6 m7 m9 m12 m13 m14 m17 m18 m19 m22 m23 m24 m28".split()
 CASES += "d1 d9 d11 d13 d14 d15 d17 d18 d19 d21 d23 d24 d26".split()
