@@ -18,6 +18,7 @@ from gefen_fn.scope import Scope, learns
 from gefen_fn.second_moment import Block, Factored, policy_for
 from gefen_fn.shards import placed_shape, placements_of
 from gefen_fn.state_io import flatten_state, state_bytes
+from gefen_fn.text import table
 from gefen_fn.tree import check_leaves, readable, tree_leaves, tree_map, tree_paths
 
 _SHARED = ("hyperparams", "codebook", "learned")
@@ -87,13 +88,11 @@ class Report(NamedTuple):
         for leaf in self.leaves:
             kept = ", ".join(f"{name} {form}" for name, form in leaf.kept.items())
             rows.append((leaf.path or ".", _shape(leaf.shape), leaf.rule, f"{leaf.bytes:,}", kept, leaf.note))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         share = f", {self.bytes / self.entries:.4f} bytes per parameter" if self.entries else ""
         head = [self.expression, f"fused: {self.fused or 'nothing'}", f"trains on: {self._where()}"]
         head += [*(f"runs: {line}" for line in self.runs), f"checkpoints: {_guarantee(self.claims)}"]
         head += [f"codebook of {stage}: learned by {who}" for stage, who in self.learners.items()]
-        return "\n".join([*head, *lines, f"{self.bytes:,} bytes of state{share}"])
+        return "\n".join([*head, table(rows, left=len(rows[0])), f"{self.bytes:,} bytes of state{share}"])
 
     def _where(self) -> str:
         """The layouts, and where leaves are stepped here."""

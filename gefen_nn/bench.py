@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from gefen_fn.text import table
 from gefen_kernels.ops import warm_up
-from gefen_nn.console import Watch, silent, size, table
+from gefen_nn.console import Watch, silent, size
 from gefen_nn.errors import WrongArgumentError
 from gefen_nn.task import Build, build_named
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gefen_fn.text import table
 from gefen_nn.compare import Plan
 from gefen_nn.compare_picture import draw
 from gefen_nn.compare_run import Cell, Outcome
 from gefen_nn.compare_stats import Losses, Row, rows_of
-from gefen_nn.console import table
 
 
 def publish(plan: Plan, found: Mapping[Cell, Outcome], out: Path, *, jump: float, as_json: bool = False) -> None:

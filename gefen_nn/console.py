@@ -1,6 +1,6 @@
-"""What commands show: tables as text, bars on the error stream, so that standard output stays machine-readable."""
+"""What commands show: bars on the error stream, so that standard output stays machine-readable, and pictures."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -27,24 +27,6 @@ def bar(label: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(label, total=total)
         yield lambda: progress.advance(task)
-
-
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Lines with columns of one width each; all rows are of one length, the first one holds the headings.
-
-    Args:
-        rows: of cells.
-        left: so many columns, and the last one, begin at their left edge; the others, of numbers, end at the right.
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    last = len(widths) - 1
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if n < left or n == last else cell.rjust(width)
-            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
 
 
 def size(number: float) -> str:

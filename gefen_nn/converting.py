@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gefen_nn.console import table
+from gefen_fn.text import table
 from gefen_nn.convert import convert_state
 from gefen_nn.dense_moments import adamw_state, dense_moments
 from gefen_nn.errors import CheckpointError

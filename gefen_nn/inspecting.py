@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gefen_fn.health import code_shares, scale_range
 from gefen_fn.quantize import is_codebook
-from gefen_nn.console import Watch, silent, size, table
+from gefen_fn.text import table
+from gefen_nn.console import Watch, silent, size
 from gefen_nn.stored import Stored, StoredLeaf, read_stored
 
 _KINDS = {"exp_avg": "Adam of torch", "m_codebook": "Gefen-X", "momentum_buffer": "torch.optim"}

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gefen_nn.console import Watch, silent, table
+from gefen_fn.text import table
+from gefen_nn.console import Watch, silent
 from gefen_nn.errors import WrongArgumentError
 from gefen_nn.task import Build, Run, Task, build_named, check_run
 

@@ -4,7 +4,8 @@ import math
 from typing import Any, NamedTuple
 
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
-from gefen_nn.console import size, table
+from gefen_fn.text import table
+from gefen_nn.console import size
 from gefen_nn.model_shapes import LeafShape, Model
 from gefen_nn.scale_model import state_bytes_of
 

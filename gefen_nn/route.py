@@ -14,6 +14,7 @@ from gefen_fn.describe import describe
 from gefen_fn.muon_alias import gefen_muon
 from gefen_fn.routing import MUON, other_reason
 from gefen_fn.spec import MatrixAxes, adjust_scale, default_axes, matrices_of
+from gefen_fn.text import table
 from gefen_fn.tree import Tree
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag)
@@ -215,9 +216,7 @@ class Routing(NamedTuple):
             lr = f"{leaf.lr:g}" + (f" x {', '.join(f'{x:.3g}' for x in leaf.scales)}" if leaf.rule == MUON else "")
             shape = f"[{', '.join(map(str, leaf.shape))}]"
             rows.append((leaf.path, shape, leaf.rule, lr, f"{leaf.bytes:,}", leaf.why))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*table, *map(self._sum, dict.fromkeys(self.labels.values()))])
+        return "\n".join([table(rows, left=len(rows[0])), *map(self._sum, dict.fromkeys(self.labels.values()))])
 
     def _sum(self, rule: str) -> str:
         own = [leaf for leaf in self.leaves if leaf.rule == rule]
