@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gefen_fn.base import GradientTransformation, OptState, Recipe, check_transform
+from gefen_fn.base import GradientTransformation, OptState, check_transform
+from gefen_fn.combine import recipe_of
 from gefen_fn.program import Path, at, put
 from gefen_fn.scalar import scalar_on
 from gefen_fn.tree import StructureError
@@ -83,7 +84,7 @@ def find_injection(tx: GradientTransformation) -> Injection:
 
 
 def _injections(tx: Any, path: Path) -> Iterator[Injection]:
-    recipe = getattr(tx.update, "recipe", Recipe("unknown"))
+    recipe = recipe_of(tx)
     if getattr(tx.update, "hyperparams", ()):
         yield Injection(tx, path)
     elif recipe.name in ("chain", "named_chain"):

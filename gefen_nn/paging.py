@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from gefen_fn.agree import group_of, total
-from gefen_fn.base import GradientTransformation, OptState, Recipe
+from gefen_fn.base import GradientTransformation, OptState
+from gefen_fn.combine import recipe_of
 from gefen_fn.describe import quantizing
 from gefen_fn.fuse import FusedStep, fuse, squares_of
 from gefen_fn.program import begins_with_clip, inner_of
@@ -111,7 +112,7 @@ def _by_leaf(tx: GradientTransformation) -> bool:
 
 def _stages(tx: GradientTransformation) -> Iterator[str]:
     """Names of the stages from left to right; before those of parts or masks stands what puts them together."""
-    recipe = getattr(tx.update, "recipe", Recipe("unknown"))
+    recipe = recipe_of(tx)
     inner = [part for _, part in recipe.args] if recipe.name == "named_chain" else inner_of(recipe)
     if not inner or (recipe.name not in ("chain", "named_chain") and recipe.inner is None):
         yield recipe.name
