@@ -180,13 +180,13 @@ def _stages(tx: Any, path: Path, owner: Stage | None) -> Iterator[Stage]:
     elif recipe.name == "named_chain":
         for name, inner in recipe.args:
             yield from _stages(inner, (*path, name), owner)
-    elif recipe.marked is not None and (inner := _opened(recipe)) is not None:
+    elif recipe.marked is not None and (inner := opened(recipe)) is not None:
         yield from _stages(inner, (*path, "inner_state"), Stage(recipe, path, owner))
     elif recipe.name != "identity":
         yield Stage(recipe, path, owner)
 
 
-def _opened(recipe: Recipe) -> GradientTransformation | None:
+def opened(recipe: Recipe) -> GradientTransformation | None:
     """The transform inside an injection, with marked arguments.
 
     None if its factory does more with a number than pass it on: a mark is none, and what then fails is the factory's.

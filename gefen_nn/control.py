@@ -15,6 +15,7 @@ from gefen_fn.base import GradientTransformation
 from gefen_fn.combine import recipe_of
 from gefen_fn.describe import quantizing
 from gefen_fn.fuse import squares_of
+from gefen_fn.program import opened
 from gefen_fn.scalar import capturing
 from gefen_fn.scope import Scope, back_ends, control_device
 from gefen_fn.shards import mesh_group
@@ -80,11 +81,9 @@ class Control:
 
 def _text(tx: GradientTransformation) -> str:
     """A transform as text that members have in common: without addresses, scopes and the values that groups carry."""
-    injected = recipe_of(tx).marked
-    try:
-        text = repr(tx if injected is None else injected())
-    except Exception:  # a factory that computes with its arguments, which a mark cannot take part in
-        text = recipe_of(tx).name
+    recipe = recipe_of(tx)
+    whole = tx if recipe.marked is None else opened(recipe)
+    text = recipe.name if whole is None else repr(whole)  # None: a factory that computes with its arguments
     return re.sub(r" at 0x[0-9a-f]+|Scope\(.*?\)\)", "", text)
 
 
