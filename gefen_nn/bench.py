@@ -13,6 +13,7 @@ from gefen_fn.text import table
 from gefen_kernels.ops import warm_up
 from gefen_nn.console import Watch, silent, size
 from gefen_nn.errors import WrongArgumentError
+from gefen_nn.optimizer_bytes import state_bytes
 from gefen_nn.task import Build, build_named
 
 _BASE = "adamw"
@@ -100,7 +101,7 @@ def bench(
     arms = []
     for name, player in players.items():
         ratios = tuple(own / base for own, base in zip(times[name], times[_BASE], strict=True))
-        arms.append(Arm(name, tuple(times[name]), first[name], _state_bytes(player), ratios))
+        arms.append(Arm(name, tuple(times[name]), first[name], state_bytes(player), ratios))
     return Bench(tuple(arms), entries, device, torch.get_num_threads(), steps)
 
 
@@ -152,9 +153,3 @@ def _turn(optimizer: torch.optim.Optimizer, steps: int) -> float:
 def _wait(p: Tensor) -> None:
     if p.is_cuda:
         torch.cuda.synchronize(p.device)
-
-
-def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of all tensors, each once."""
-    tensors = {x.data_ptr(): x for held in optimizer.state.values() for x in held.values() if isinstance(x, Tensor)}
-    return sum(x.numel() * x.itemsize for x in tensors.values())

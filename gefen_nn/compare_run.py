@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
@@ -15,11 +15,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 import gefen_fn
 from gefen_nn.console import Watch, silent
 from gefen_nn.demo_train import lr_factor, torch_threads
+from gefen_nn.optimizer_bytes import state_bytes
 from gefen_nn.task import Build, Run, Task, check_run
 
 
@@ -104,32 +104,6 @@ def train(cell: Cell, task: Task, build: Build, *, threads: int = 1, watch: Watc
         optimizer_ms=round(1e3 * median(times), 4) if times else 0.0,
         provenance={**_provenance(), "threads": threads, **_moment()},
     )
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the distinct storages on `optimizer.state`, whatever kinds of tensors it keeps.
-
-    Args:
-        optimizer: Anybody's; parameters and gradients that it keeps by reference are not state.
-
-    Returns:
-        Their sum.
-    """
-    owned = [p for group in optimizer.param_groups for p in group["params"]]
-    own = {x.untyped_storage().data_ptr() for p in owned for x in (p, p.grad) if x is not None}
-    storages = (x.untyped_storage() for x in _tensors(list(optimizer.state.values())))
-    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return sum(size for address, size in sizes.items() if address not in own)
-
-
-def _tensors(x: Any) -> Iterator[Tensor]:
-    """The plain tensors in nested containers and in tensors made of tensors."""
-    if isinstance(x, Tensor):
-        parts = x.__tensor_flatten__()[0] if hasattr(x, "__tensor_flatten__") else []
-        yield from (t for part in parts for t in _tensors(getattr(x, part))) if parts else [x]
-    elif isinstance(x, (Mapping, list, tuple)):
-        for value in x.values() if isinstance(x, Mapping) else x:
-            yield from _tensors(value)
 
 
 def _check(run: Run, task: str) -> None:

@@ -13,10 +13,11 @@ from gefen_nn import cli, compare_log
 from gefen_nn.compare import Plan, run_plan
 from gefen_nn.compare_picture import picture
 from gefen_nn.compare_report import plain, text
-from gefen_nn.compare_run import Cell, Outcome, state_bytes, train
+from gefen_nn.compare_run import Cell, Outcome, train
 from gefen_nn.compare_stats import rows_of
 from gefen_nn.curves import batch_noise, largest_rise
 from gefen_nn.language_task import language
+from gefen_nn.optimizer_bytes import state_bytes
 from gefen_nn.task import BUILDS, Run
 from tests.benchmarks.quality import tasks
 from tests.benchmarks.quality.arms import OURS, SETS, arms

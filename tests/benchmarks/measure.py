@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gefen_nn.compare_run import state_bytes
+from gefen_nn.optimizer_bytes import state_bytes
 from tests.benchmarks import arms
 from tests.benchmarks.arms import ARMS, DTYPES, EMBEDDINGS, SHAPES, Arm
 
