@@ -4,6 +4,7 @@ Members send each other the sums of the maximal complete subtrees of their rows,
 finishes the tree; so the bits of a mean do not depend on where the cuts are.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -118,7 +119,9 @@ def finish_columns(
     return edges
 
 
+@functools.lru_cache(maxsize=4096)
 def _cut(tiles: Tiles, axis: int, n: int) -> _Cut:
+    """A cut tile by its place, kept because there may be thousands of members, and each step asks."""
     assert tiles.peers is not None  # asked of leaves with cut tiles alone
     top, height = (tiles.first + n) * tiles.height, tiles.heights[n]
     ranges = {m: box[axis] for m, box in sorted(tiles.peers.boxes.items())}

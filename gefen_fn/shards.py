@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # each is made once, and thousands of boxes take long to compare
 class Peers:
     """The members that hold a leaf between them, as far as it is cut along some axes.
 
