@@ -12,15 +12,16 @@ from gefen_nn import GefenMuon, route
 from gefen_nn.demo_model import Decoder
 from gefen_nn.demo_train import torch_threads
 
-_OPTIONS = {"betas": (0.9, 0.99), "weight_decay": 0.1}
+_BETAS, _DECAY = (0.9, 0.99), 0.1
 
 
-def torch_hybrid(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """`torch.optim.Muon` for the matrices that `route` finds, and fused AdamW for all else."""
+def torch_hybrid(model: nn.Module, lr: float, *, betas: tuple[float, float]) -> list[torch.optim.Optimizer]:
+    """`torch.optim.Muon` for the matrices that `route` finds, if they have two axes, and fused AdamW for all else."""
     labels = route(model).labels
-    parts = [[p for name, p in model.named_parameters() if (labels[name] == "muon") is own] for own in (True, False)]
-    muon = torch.optim.Muon(parts[0], lr, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(parts[1], lr, fused=True, **_OPTIONS)]
+    taken = {name: labels[name] == "muon" and p.dim() == 2 for name, p in model.named_parameters()}
+    parts = [[p for name, p in model.named_parameters() if taken[name] is own] for own in (True, False)]
+    muon = torch.optim.Muon(parts[0], lr, weight_decay=_DECAY, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(parts[1], lr, betas=betas, weight_decay=_DECAY, fused=True)]
 
 
 def step_ratios(rounds: int, steps: int = 10) -> list[float]:
@@ -29,7 +30,10 @@ def step_ratios(rounds: int, steps: int = 10) -> list[float]:
     for model in models:
         for p in model.parameters():
             p.grad = torch.randn_like(p)
-    both = [[GefenMuon(models[0], 1e-3, **_OPTIONS)], torch_hybrid(models[1], 1e-3)]
+    both = [
+        [GefenMuon(models[0], 1e-3, betas=_BETAS, weight_decay=_DECAY)],
+        torch_hybrid(models[1], 1e-3, betas=_BETAS),
+    ]
     turns = [[_seconds(optimizers, steps) for optimizers in both] for _ in range(rounds + 1)]
     return [ours / theirs for ours, theirs in turns[1:]]
 

@@ -14,9 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gefen_fn import Block, Dense, Factored, find_blocks, gefen, gradient_histogram, inject_hyperparams, learn_codebook
+from gefen_fn import (
+    Block,
+    Dense,
+    Factored,
+    GradientTransformation,
+    find_blocks,
+    flatten_state,
+    gefen,
+    gradient_histogram,
+    inject_hyperparams,
+    learn_codebook,
+    partition,
+    unflatten_state,
+)
+from gefen_kernels import reference
 from gefen_nn import GefenMuon, TransformOptimizer
 from gefen_nn.task import Build
+from tests.benchmarks.muon_step import torch_hybrid
 
 Optimizer = torch.optim.Optimizer
 _DECAY = 0.1
@@ -70,12 +85,64 @@ def _four_bit_book(block: int = 64) -> Tensor:
     return torch.cat([levels[:7], torch.zeros(242), levels[9:]])
 
 
-def _four_bits(model: nn.Module, lr: float, *, b2: float, **options: Any) -> Optimizer:
-    return _gefen(model, lr, b2=b2, codebook=_four_bit_book(), block=64, **options)
+def _four_bits(model: nn.Module, lr: float, *, b2: float, block: int = 64, **options: Any) -> Optimizer:
+    return _gefen(model, lr, b2=b2, codebook=_four_bit_book(block), block=block, **options)
 
 
 def _relative(model: nn.Module, lr: float, *, b2: float) -> Optimizer:
     return _gefen(model, lr, b2=b2, codebook=_relative_book())
+
+
+def _split(model: nn.Module, lr: float, *, b2: float) -> Optimizer:
+    """One tile for each matrix, and one for each of the three that a fused QKV holds, where a model has one."""
+    labels = {name: "fused" if p.dim() > 1 and len(p) == 3 * p.shape[1] else "rest" for name, p in _named(model)}
+    rows = next((p.shape[1] for name, p in _named(model) if labels[name] == "fused"), None)
+
+    def factory(learning_rate: Any) -> GradientTransformation:
+        made = partial(gefen, learning_rate, b2=b2, weight_decay=_DECAY)
+        parts = {"fused": made(second_moment=Factored(tile=(rows, None))), "rest": made(second_moment=Factored())}
+        return partition(parts, labels)
+
+    return TransformOptimizer(_named(model), inject_hyperparams(factory)(lr))
+
+
+def _bf16_statistics(model: nn.Module, lr: float, *, b2: float) -> Optimizer:
+    """Factored statistics that bf16 could hold, rounded at random: in fp32, whose bytes the table tells."""
+
+    def factory(learning_rate: Any) -> GradientTransformation:
+        tx = gefen(learning_rate, b2=b2, weight_decay=_DECAY)
+
+        def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+            updates, state = tx.update(grads, state, params, **extra)
+            flat = flatten_state(state)
+            flat |= {key: _as_bf16(x) for key, x in flat.items() if ".nu." in key and key.endswith((".row", ".col"))}
+            return updates, unflatten_state(flat, state)
+
+        return GradientTransformation(tx.init, update)
+
+    return TransformOptimizer(_named(model), inject_hyperparams(factory)(lr))
+
+
+def _as_bf16(x: Tensor) -> Tensor:
+    return reference.round_to_bf16(x, torch.randint(1 << 32, x.shape))
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters())
+
+
+class _TorchHybrid(Optimizer):
+    """Torch's own Muon and AdamW as one optimizer, as far as `compare` needs it."""
+
+    def __init__(self, model: nn.Module, lr: float, *, b2: float) -> None:
+        self._parts = torch_hybrid(model, lr, betas=(0.9, b2))
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self.param_groups = [group for part in self._parts for group in part.param_groups]
+
+    def step(self, closure: Any = None) -> None:
+        for part in self._parts:
+            part.step()
+            self.state.update(part.state)
 
 
 def _rival(model: nn.Module, lr: float, *, b2: float, module: str, name: str, named: bool = False) -> Optimizer:
@@ -108,6 +175,10 @@ OURS: dict[str, Callable[..., Optimizer]] = {
     "128x256 warm relative book": _relative,
     "128x256 warm 4-bit": _four_bits,
     "128x256 warm 4-bit stochastic": partial(_four_bits, rounding="stochastic"),
+    "128x256 warm 4-bit 32": partial(_four_bits, block=32),
+    "128x256 warm bf16 statistics": _bf16_statistics,
+    "whole warm split qkv": _split,
+    "torch muon": _TorchHybrid,
     "muon": partial(_muon, quantize=False, backup="adamw"),
     "gefen_muon": _muon,
 }
