@@ -38,8 +38,9 @@ _DECAY = 0.1
 _WARM = 0.9
 
 
-def _adamw(model: nn.Module, lr: float, *, b2: float) -> Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr, betas=(0.9, b2), weight_decay=_DECAY, fused=True)
+def _adamw(model: nn.Module, lr: float, *, b2: float, fused: bool = True) -> Optimizer:
+    """Not fused it rounds otherwise, and tells how far AdamW differs from itself under one seed."""
+    return torch.optim.AdamW(model.parameters(), lr, betas=(0.9, b2), weight_decay=_DECAY, fused=fused)
 
 
 def _gefen(model: nn.Module, lr: float, *, b2: float, **options: Any) -> Optimizer:
@@ -165,6 +166,7 @@ def _second_moments() -> dict[str, Callable[..., Optimizer]]:
 
 OURS: dict[str, Callable[..., Optimizer]] = {
     "adamw": _adamw,
+    "adamw unfused": partial(_adamw, fused=False),
     **_second_moments(),
     "dense": partial(_gefen, second_moment=Dense(), b2_warmup=None),
     "found blocks": _found_blocks,
@@ -189,7 +191,17 @@ _RIVALS = {
     "torchao 4-bit": ("torchao", "torchao.optim", "AdamW4bit", False),
 }
 SETS = {
-    "core": ["adamw", "128x256 warm", "block", "dense", "128x256", "rows 128 warm", "whole", "whole warm"],
+    "core": [
+        "adamw",
+        "adamw unfused",
+        "128x256 warm",
+        "block",
+        "dense",
+        "128x256",
+        "rows 128 warm",
+        "whole",
+        "whole warm",
+    ],
     "moments": list(_second_moments()),
     "tries": ["found blocks", "adam-mini", *(name for name in OURS if name.startswith("128x256 warm "))],
     "muon": ["muon", "gefen_muon"],
