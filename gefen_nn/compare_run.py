@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
@@ -18,9 +17,10 @@ import torch
 
 import gefen_fn
 from gefen_nn.console import Watch, silent
-from gefen_nn.demo_train import lr_factor, torch_threads
+from gefen_nn.demo_train import torch_threads
 from gefen_nn.optimizer_bytes import state_bytes
 from gefen_nn.task import Build, Run, Task, check_run
+from gefen_nn.training import Training, judged, lr_factor
 
 
 class Cell(NamedTuple):
@@ -71,7 +71,7 @@ class Outcome(NamedTuple):
 
 
 def train(cell: Cell, task: Task, build: Build, *, threads: int = 1, watch: Watch = silent) -> Outcome:
-    """Makes one run: warm-up, then a cosine down to a twentieth of the peak (`demo_train.lr_factor`).
+    """Makes one run: warm-up, then a cosine down to a twentieth of the peak (`training.lr_factor`).
 
     Args:
         cell: Learning rate, seed and length; its names go into the outcome.
@@ -92,16 +92,17 @@ def train(cell: Cell, task: Task, build: Build, *, threads: int = 1, watch: Watc
         run = task(cell.seed)
         _check(run, cell.task)
         with watch(f"{cell.arm}, lr {cell.lr:g}, seed {cell.seed}", cell.steps) as took:
-            losses, times, optimizer = _steps(run, build, cell, took)
-        held_out = _judged(run) if len(losses) == cell.steps else math.nan
+            training = Training(run, build, cell.lr, lambda at: lr_factor(at, cell.steps))
+            losses = [round(loss, 5) for loss in training.take(cell.steps, took)]
+        held_out = judged(run) if len(losses) == cell.steps else math.nan
     return Outcome(
         cell,
         held_out if math.isfinite(held_out) else None,
         losses,
         parameters=sum(p.numel() for p in run.model.parameters() if p.requires_grad),
-        state_bytes=state_bytes(optimizer),
+        state_bytes=state_bytes(training.optimizer),
         seconds=round(time.perf_counter() - started, 3),
-        optimizer_ms=round(1e3 * median(times), 4) if times else 0.0,
+        optimizer_ms=round(1e3 * median(training.seconds), 4) if losses else 0.0,
         provenance={**_provenance(), "threads": threads, **_moment()},
     )
 
@@ -113,40 +114,6 @@ def _check(run: Run, task: str) -> None:
             f"`compare` judges by held-out data: the runs of {task} have none. Give them held_out=, a function that "
             "returns a float."
         )
-
-
-def _steps(
-    run: Run, build: Build, cell: Cell, took: Callable[[], None]
-) -> tuple[list[float], list[float], torch.optim.Optimizer]:
-    """Losses, seconds of the optimizer's steps, and the optimizer; ends early at a loss that is not finite."""
-    losses: list[float] = []
-    times: list[float] = []
-    optimizer: torch.optim.Optimizer | None = None
-    run.model.train()
-    while len(losses) < cell.steps:
-        loss = run.loss()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves `backward` unannotated
-        if optimizer is None:
-            optimizer = build(run.model, cell.lr)
-            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: lr_factor(at, cell.steps))
-        if not math.isfinite(value := loss.item()):
-            break
-        before = time.perf_counter()
-        optimizer.step()
-        times.append(time.perf_counter() - before)
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(round(value, 5))
-        took()
-    assert optimizer is not None  # cell.steps >= 1
-    return losses, times, optimizer
-
-
-@torch.no_grad()
-def _judged(run: Run) -> float:
-    assert run.held_out is not None
-    run.model.eval()
-    return float(run.held_out())
 
 
 @cache

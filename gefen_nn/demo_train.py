@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from gefen_nn.demo_data import Text, batch_at
 from gefen_nn.demo_model import Decoder, next_byte_loss
 from gefen_nn.muon import GefenMuon
 from gefen_nn.presets import Gefen
+from gefen_nn.training import lr_factor, take_step
 
 # Each takes the model.
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -87,11 +87,7 @@ class Run:
         started = time.perf_counter()
         loss = self._loss(batch)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves `backward` unannotated
-        differentiated = time.perf_counter()
-        self.optimizer.step()
-        self.optimizer_seconds.append(time.perf_counter() - differentiated)
-        self.optimizer.zero_grad()
-        self.scheduler.step()
+        self.optimizer_seconds.append(take_step(self.optimizer, self.scheduler))
         self.step_seconds.append(time.perf_counter() - started)
         self.losses.append(self._mean(loss))
         self.step += 1
@@ -205,17 +201,3 @@ def torch_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def lr_factor(step: int, steps: int) -> float:
-    """The schedule: a tenth of linear warm-up, then a cosine to a twentieth of the peak.
-
-    Args:
-        step: Steps taken.
-        steps: Length of the run.
-    """
-    warmup = max(1, steps // 10)
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress))

@@ -3,7 +3,7 @@
 The range test raises the rate exponentially from step to step (Smith, "Cyclical learning rates", arXiv 1506.01186): its
 loss falls while steps help, and rises when they are too long. It is seen against the untrained model's loss on the same
 batch, which takes out how batches differ. A quarter of the rate at its minimum is where short runs begin: each warms
-up, decays to zero and is judged; rates ten times apart are tried, then neighbours, until those of the best are worse.
+up, decays and is judged; rates ten times apart are tried, then neighbours, until those of the best are worse.
 Both parts stay within the same bounds.
 """
 
@@ -19,6 +19,7 @@ from gefen_fn.text import table
 from gefen_nn.console import Watch, silent
 from gefen_nn.errors import WrongArgumentError
 from gefen_nn.task import Build, Run, Task, build_named, check_run
+from gefen_nn.training import Training, judged, lr_factor
 
 _DIGITS = (1, 2, 5)
 _LEAST_RUNS = 3
@@ -152,28 +153,15 @@ def _nearest_place(lr: float) -> int:
     return min(around, key=lambda place: abs(math.log(_rate(place) / lr)))
 
 
-def _steps(run: Run, build: Build, lr: float, factor: Callable[[int], float]) -> Iterator[float]:
-    """Train; yields the loss before each step, as long as it is asked for."""
-    optimizer = build(run.model, lr)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-    while True:
-        optimizer.zero_grad()
-        loss = run.loss()
-        yield float(loss.detach())
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        optimizer.step()
-        schedule.step()
-
-
 def _range_test(
     run: Run, untrained: Run, build: Build, low: float, high: float, steps: int, advance: Callable[[], None]
 ) -> Iterator[tuple[float, float, float]]:
     """See `LrReport`; a loss judges the rates of the steps before it."""
     growth = (high / low) ** (1 / (steps - 1))
-    losses = _steps(run, build, low, lambda at: growth**at)
+    training = Training(run, build, low, lambda at: growth**at)
     for at in range(steps):
         drawn = _random_states()
-        loss = next(losses)
+        loss = training.loss()
         after = _random_states()
         _set_random_states(drawn)  # both see one batch, also where a task draws it from torch's own generator
         with torch.no_grad():
@@ -182,6 +170,7 @@ def _range_test(
         if at and not loss <= start + abs(start):  # a NaN is not
             return
         yield low * growth**at, loss, start
+        training.step()
         advance()
 
 
@@ -207,21 +196,11 @@ def _guess(test: Sequence[tuple[float, float, float]]) -> float:
 
 def _short_run(run: Run, build: Build, lr: float, steps: int, advance: Callable[[], None]) -> float:
     """The loss that a run is judged by; infinite if it is not finite."""
-    tenth = max(1, steps // 10)
-    losses: list[float] = []
-
-    def factor(at: int) -> float:
-        return min((at + 1) / tenth, (steps - at) / (steps - tenth + 1))
-
-    for _, loss in zip(range(steps + 1), _steps(run, build, lr, factor), strict=False):
-        if not math.isfinite(loss):
-            return math.inf
-        if losses:  # a step has been made since the last one
-            advance()
-        losses.append(loss)
-    with torch.no_grad():
-        judged = fmean(losses[-tenth:]) if run.held_out is None else float(run.held_out())
-    return judged if math.isfinite(judged) else math.inf
+    losses = Training(run, build, lr, lambda at: lr_factor(at, steps)).take(steps, advance)
+    if len(losses) < steps:
+        return math.inf
+    loss = fmean(losses[-max(1, steps // 10) :]) if run.held_out is None else judged(run)
+    return loss if math.isfinite(loss) else math.inf
 
 
 def _search(judge: Callable[[int], float], start: int, places: range, runs: int) -> dict[int, float]:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gefen_nn.demo_data import Text
-from gefen_nn.demo_train import lr_factor
 from gefen_nn.language_task import language, run_on, standard_text
 from gefen_nn.task import Run, Task
+from gefen_nn.training import lr_factor
 
 _PRETRAINING = {"steps": 600, "lr": 2e-3}
 _NOISE = 0.3  # of the pixels, whose values lie in [0, 1]: without it every optimizer comes to nearly no loss
