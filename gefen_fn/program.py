@@ -3,7 +3,8 @@
 An expression is recognised if, from left to right, it is
 
     [scale(-1)] [clip_by_global_norm] parts
-    parts = part      or      partition({label: part, ...})      or      masked(part) masked(part) ...
+    parts = part      or      partition({label: part, ...}) [stochastic_rounding]
+            or        masked(part) masked(part) ... [stochastic_rounding]
     part = direction [add_decayed_weights, masked or not] [scale_by_learning_rate or its like]
            [stochastic_rounding]
     direction = scale_by_gefen      or      scale_by_muon [scale_by_matrix_shape]: without NorMuon, NAdam and
@@ -67,11 +68,6 @@ class Part(NamedTuple):
     def is_muon(self) -> bool:
         """Whether it makes matrices orthogonal."""
         return self.core.recipe.name == "scale_by_muon"
-
-    @property
-    def quantizes(self) -> bool:
-        """Whether there may be codes in its state."""
-        return bool(self.core.recipe.kwargs.get("quantize", True))
 
     @property
     def stages(self) -> list[Stage]:
@@ -203,18 +199,23 @@ def _is_negation(stage: Stage) -> bool:
 
 def _parts(rest: list[Stage]) -> tuple[list[Part | None], Any]:
     """What is stepped in one go, None for what is no part, and the labels that tell whose each leaf is."""
-    if len(rest) == 1 and rest[0].recipe.name == "partition":
-        stage, (transforms, labels) = rest[0], rest[0].recipe.args
+    last = rest[-1:] if rest and rest[-1].recipe.name == "stochastic_rounding" else []  # of each part
+    outer = rest[: len(rest) - len(last)]
+    if len(outer) == 1 and outer[0].recipe.name == "partition":
+        stage, (transforms, labels) = outer[0], outer[0].recipe.args
         rows = [(tx, ("inner_states", label), label, f" for {label!r}") for label, tx in transforms.items()]
-        return [_inner_part(stage, *row) for row in rows], labels
-    if rest and all(stage.recipe.name == "masked" for stage in rest):
-        inside = [(stage, stage.recipe.args[0], ("inner_state",), n) for n, stage in enumerate(rest)]
-        return [_inner_part(*row, " where masked") for row in inside], _only_shown([s.recipe.args[1] for s in rest])
+        return [_inner_part(last, stage, *row) for row in rows], labels
+    if outer and all(stage.recipe.name == "masked" for stage in outer):
+        inside = [(stage, stage.recipe.args[0], ("inner_state",), n) for n, stage in enumerate(outer)]
+        masks = [stage.recipe.args[1] for stage in outer]
+        return [_inner_part(last, *row, " where masked") for row in inside], _only_shown(masks)
     return [_part(rest)], None
 
 
-def _inner_part(stage: Stage, tx: GradientTransformation, path: Path, label: Any, where: str) -> Part | None:
-    part = _part(list(_stages(tx, (*stage.path, *path), stage.owner)))
+def _inner_part(
+    last: list[Stage], stage: Stage, tx: GradientTransformation, path: Path, label: Any, where: str
+) -> Part | None:
+    part = _part([*_stages(tx, (*stage.path, *path), stage.owner), *last])
     return None if part is None else part._replace(label=label, where=where)
 
 

@@ -6,16 +6,14 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from gefen_fn.base import GradientTransformation
-from gefen_fn.combine import chain
 from gefen_fn.muon_alias import gefen_muon, muon
 from gefen_fn.routing import MUON
 from gefen_fn.scalar import check_choice, check_int
-from gefen_fn.scale import scale
 from gefen_fn.scope import Scope
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
 from gefen_fn.spec import Spec, check_rule
 from gefen_nn import groups
-from gefen_nn.presets import Preset
+from gefen_nn.presets import Preset, between
 from gefen_nn.route import Choice, Routing, Rules, check_used, choose, chosen_by, routing
 
 _STANDARD = (3.4445, -4.775, 2.0315)
@@ -46,6 +44,8 @@ class Muon(Preset):
         block: entries per scale: an int, a tree of ints, or `FlatBlocks`.
         codebook: "learned", "fixed", a tensor, or a `Scope` of processes that learn one together.
         maximize: ascend instead.
+        capturable: as of `Gefen`, like the next one.
+        stochastic_rounding: see there.
         fused: False keeps to the pure path; otherwise a back end steps in place where there is one.
         error_if_nonfinite: raise before anything changes if a gradient is not finite; costs a host read per step.
 
@@ -78,6 +78,8 @@ class Muon(Preset):
         block: Any = 256,
         codebook: str | Tensor | Scope = "learned",
         maximize: bool = False,
+        capturable: bool = False,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         error_if_nonfinite: bool = False,
     ) -> None:
@@ -88,10 +90,12 @@ class Muon(Preset):
         fixed = {"nesterov": nesterov, "eps": eps, "normuon": normuon, "quantize": quantize, "spec": spec}
         fixed |= {"block": block, "codebook": codebook, "sharded": sharded}
         named_otherwise = {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        flags = {"maximize": maximize, "fused": fused, "error_if_nonfinite": error_if_nonfinite}
+        flags: dict[str, Any] = {"maximize": maximize, "fused": fused, "error_if_nonfinite": error_if_nonfinite}
+        flags |= {"capturable": capturable, "stochastic_rounding": stochastic_rounding}
         self._arguments = {**fixed, **named_otherwise, **flags}
         inner = {"coeffs": _coefficients(ns_coefficients, ns_steps), "adjust": adjust_lr_fn}
-        self._build(params, _muon_rule(maximize, {**fixed, **inner}), fused)
+        ends = {"maximize": maximize, "rounds": stochastic_rounding}
+        self._build(params, _muon_rule(ends, {**fixed, **inner}), fused, capturable)
 
 
 def _coefficients(given: Any, steps: int) -> Any:
@@ -106,18 +110,14 @@ def _coefficients(given: Any, steps: int) -> Any:
     return given
 
 
-def _muon_rule(maximize: bool, fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
+def _muon_rule(ends: dict[str, bool], fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
     """The factory whose numbers are injected."""
 
     def rule(learning_rate: Any = 1e-3, weight_decay: Any = 0.1, momentum: Any = 0.95) -> GradientTransformation:
-        return _ascending(maximize, muon(learning_rate, momentum, weight_decay=weight_decay, **fixed))
+        return between(muon(learning_rate, momentum, weight_decay=weight_decay, **fixed), **ends)
 
     rule.__name__ = "muon"
     return rule
-
-
-def _ascending(maximize: bool, tx: GradientTransformation) -> GradientTransformation:
-    return chain(scale(-1.0), tx) if maximize else tx
 
 
 class GefenMuon(Preset):
@@ -151,8 +151,10 @@ class GefenMuon(Preset):
         codebook: of each part: "learned", "fixed", a tensor, or a `Scope`, as of `Muon`.
         rules: what you want otherwise than `route` does, see there; a dict or a function.
         require_muon: refuse a model of which no parameter is Muon's.
-        sharded: as of `Muon`, like the next three.
+        sharded: as of `Muon`, like the next five.
         maximize: see there.
+        capturable: see there.
+        stochastic_rounding: see there; of both parts.
         fused: see there.
         error_if_nonfinite: see there.
 
@@ -195,6 +197,8 @@ class GefenMuon(Preset):
         require_muon: bool = True,
         sharded: str = "auto",
         maximize: bool = False,
+        capturable: bool = False,
+        stochastic_rounding: bool = False,
         fused: bool | None = None,
         error_if_nonfinite: bool = False,
     ) -> None:
@@ -214,12 +218,14 @@ class GefenMuon(Preset):
         fixed = {**of_muon, **of_backup, "block": block, "codebook": codebook, "require_muon": require_muon}
         named_otherwise = {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         rates = {"muon_lr": muon_lr, "backup_lr": backup_lr}
-        flags = {"maximize": maximize, "fused": fused, "error_if_nonfinite": error_if_nonfinite}
+        flags: dict[str, Any] = {"maximize": maximize, "fused": fused, "error_if_nonfinite": error_if_nonfinite}
+        flags |= {"capturable": capturable, "stochastic_rounding": stochastic_rounding}
         self._arguments = {**fixed, **named_otherwise, **rates, **flags, "rules": self._choices}
         labels, spec = chosen_by(self._choice)
         inner = {"coeffs": _coefficients(ns_coefficients, ns_steps), "adjust": adjust_lr_fn}
-        rule = _gefen_muon_rule(maximize, {**fixed, **inner, "param_labels": labels, "spec": spec})
-        self._build(given if named else [], rule, fused)
+        ends = {"maximize": maximize, "rounds": stochastic_rounding}
+        rule = _gefen_muon_rule(ends, {**fixed, **inner, "param_labels": labels, "spec": spec})
+        self._build(given if named else [], rule, fused, capturable)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, split by rule; a name that was not given before is routed by its shape and itself.
@@ -298,7 +304,7 @@ def _chooser(known: dict[str, Choice], rules: Rules | None, backup: str) -> Call
     return lambda name, p: known[name] if name in known else choose([(name, p)], None, rules, backup)[name]
 
 
-def _gefen_muon_rule(maximize: bool, fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
+def _gefen_muon_rule(ends: dict[str, bool], fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
     """The factory whose numbers are injected."""
 
     def rule(
@@ -310,7 +316,7 @@ def _gefen_muon_rule(maximize: bool, fixed: dict[str, Any]) -> Callable[..., Gra
         eps: Any = 1e-8,
     ) -> GradientTransformation:
         numbers = {"weight_decay": weight_decay, "momentum": momentum, "b1": b1, "b2": b2, "eps": eps}
-        return _ascending(maximize, gefen_muon(learning_rate, **numbers, **fixed))
+        return between(gefen_muon(learning_rate, **numbers, **fixed), **ends)
 
     rule.__name__ = "gefen_muon"
     return rule

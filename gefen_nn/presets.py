@@ -35,6 +35,7 @@ class Preset(TransformOptimizer):
         capturable: bool = False,
     ) -> None:
         """Check the numbers that groups start from, and run `rule` of them; the arguments are kept before."""
+        refuse(error_if_nonfinite=self.error_if_nonfinite and capturable)
         rule()  # refuses what is fixed for its own sake, and not as a group's value
         groups.check_values(lambda values: rule(**values), self._start, self.keys, read=True)
         values = {name: float(x) for name, x in groups.read_values(self._start, self.keys).items()}
@@ -107,7 +108,7 @@ class Gefen(Preset):
         deterministic: bool = False,
         error_if_nonfinite: bool = False,
     ) -> None:
-        _refuse(amsgrad=amsgrad, differentiable=differentiable, error_if_nonfinite=error_if_nonfinite and capturable)
+        refuse(amsgrad=amsgrad, differentiable=differentiable)
         self.error_if_nonfinite = error_if_nonfinite
         self.block = block if isinstance(block, int) else 0
         self._arguments = {
@@ -123,7 +124,7 @@ class Gefen(Preset):
         }
         self._start = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         fixed = {"second_moment": second_moment, "b2_warmup": b2_warmup, "block": block, "codebook": codebook}
-        self._build(params, _rule(maximize, stochastic_rounding, fixed), fused, capturable)
+        self._build(params, _rule({"maximize": maximize, "rounds": stochastic_rounding}, fixed), fused, capturable)
 
 
 def _rebuild(
@@ -145,21 +146,26 @@ def _rebuild(
     return optimizer
 
 
-def _refuse(**flags: bool) -> None:
+def refuse(**flags: bool) -> None:
+    """Raise `ValueError` for a flag that is set, saying why it may not be."""
     for name, flag in flags.items():
         if flag:
             raise ValueError(f"`{name}` must be False: got True. {_REFUSED[name]}.")
 
 
-def _rule(maximize: bool, rounds: bool, fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
+def between(tx: GradientTransformation, *, maximize: bool, rounds: bool) -> GradientTransformation:
+    """`tx` of negated gradients if it is to ascend, and with parameters rounded at random if they are to be."""
+    before, after = [scale(-1.0)] * maximize, [stochastic_rounding()] * rounds
+    return chain(*before, tx, *after) if before or after else tx
+
+
+def _rule(ends: dict[str, bool], fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
     """The factory whose numbers are injected."""
 
     def rule(
         learning_rate: Any = 1e-3, b1: Any = 0.9, b2: Any = 0.999, eps: Any = 1e-8, weight_decay: Any = 0.0
     ) -> GradientTransformation:
-        tx = gefen(learning_rate, b1, b2, eps, weight_decay, **fixed)
-        before, after = [scale(-1.0)] * maximize, [stochastic_rounding()] * rounds
-        return chain(*before, tx, *after) if before or after else tx
+        return between(gefen(learning_rate, b1, b2, eps, weight_decay, **fixed), **ends)
 
     rule.__name__ = "gefen"
     return rule

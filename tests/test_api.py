@@ -99,13 +99,14 @@ ADAPTERS = {
     "error_if_nonfinite=False",
     "Muon": "params, lr=0.001, weight_decay=0.1, momentum=0.95, nesterov=True, "
     "ns_coefficients=(3.4445, -4.775, 2.0315), eps=1e-07, ns_steps=5, adjust_lr_fn=None, *, normuon=False, "
-    "quantize=True, sharded='auto', spec=None, block=256, codebook='learned', maximize=False, fused=None, "
-    "error_if_nonfinite=False",
+    "quantize=True, sharded='auto', spec=None, block=256, codebook='learned', maximize=False, capturable=False, "
+    "stochastic_rounding=False, fused=None, error_if_nonfinite=False",
     "GefenMuon": "model, lr=0.001, *, muon_lr=None, backup_lr=None, backup='gefen', weight_decay=0.0, "
     "adjust_lr_fn='match_rms_adamw', momentum=0.95, nesterov=True, ns_coefficients=(3.4445, -4.775, 2.0315), "
     "ns_steps=5, normuon=False, quantize=True, betas=(0.9, 0.999), eps=1e-08, "
     "second_moment=Factored(tile=(128, 256)), b2_warmup=0.9, block=256, codebook='learned', rules=None, "
-    "require_muon=True, sharded='auto', maximize=False, fused=None, error_if_nonfinite=False",
+    "require_muon=True, sharded='auto', maximize=False, capturable=False, stochastic_rounding=False, fused=None, "
+    "error_if_nonfinite=False",
     "save": "path, model, optimizer, **extra",
     "save_async": "path, model, optimizer, **extra",
     "load": "path, model, optimizer, strict=True",

@@ -29,16 +29,17 @@ from gefen_fn import (
     scale_by_learning_rate,
 )
 from gefen_fn.gefen import warm_decay
+from gefen_fn.muon_plan import MuonWork
 from gefen_fn.scalar import bias_correction, root_correction
 from gefen_fn.tree import tree_leaves, tree_map
-from gefen_kernels import cpu, cpu_moment, ops
-from gefen_nn import Gefen, TransformOptimizer
+from gefen_kernels import cpu, cpu_moment, cpu_normalize, ops
+from gefen_nn import Gefen, GefenMuon, Muon, TransformOptimizer
 from tests.kernel_targets import interpreted
 from tests.recorded_graph import Graph, captured
 
 triton_step = interpreted("gefen_kernels.triton_step")
 SHAPES = {"embed": (70, 150), "w": (96, 260), "norm": (150,), "b": ()}
-KERNELS = [(cpu, "run_step"), (cpu, "sum_of_squares"), (cpu_moment, "moment")]
+KERNELS = [(cpu, "run_step"), (cpu, "sum_of_squares"), (cpu_moment, "moment"), (cpu_normalize, "normalized")]
 COSINE = cosine_decay_schedule(1e-2, 10)
 
 
@@ -67,6 +68,15 @@ def two_parts(learning_rate):
     return partition({"a": gefen(learning_rate), "b": adamw(learning_rate)}, lambda p: {k: "ab"[k < "n"] for k in p})
 
 
+def narrow(params):
+    """The same parameters in bf16."""
+    for _, p in params:
+        p.grad = None
+        p.data = p.data.bfloat16()
+        p.grad = torch.zeros_like(p)
+    return params
+
+
 LIVE = {
     "Gefen": lambda params, **options: Gefen(params, 1e-2, weight_decay=0.1, **options),
     "pure": lambda params, **options: Gefen(params, 1e-2, weight_decay=0.1, fused=False, **options),
@@ -82,7 +92,19 @@ LIVE = {
         params, inject_hyperparams(gefen)(COSINE, weight_decay=0.1), **options
     ),
     "in part": lambda params, **options: TransformOptimizer(params, inject_hyperparams(two_parts)(1e-2), **options),
+    "at random": lambda params, **options: Gefen(narrow(params), stochastic_rounding=True, **options),
+    "Muon": lambda params, **options: Muon(params[:2], 1e-2, **options),
+    "NorMuon": lambda params, **options: Muon(params[:2], maximize=True, normuon="norm_kept", **options),
+    "GefenMuon": lambda params, **options: GefenMuon(params, 1e-2, muon_lr=0.02, weight_decay=0.1, **options),
+    "GefenMuon at random": lambda params, **options: GefenMuon(narrow(params), stochastic_rounding=True, **options),
+    "Muon and AdamW": lambda params, **options: GefenMuon(params, backup="adamw", quantize=False, **options),
 }
+
+
+@pytest.fixture(autouse=True)
+def muon_as_on_a_gpu(monkeypatch):
+    """Muon's loops are for a CPU, where nothing is captured, and read their numbers."""
+    monkeypatch.setattr(MuonWork, "takes", lambda self, grad: False)
 
 
 def change(optimizer, t):
@@ -220,9 +242,9 @@ def test_triton_kernels_replay_the_pure_path():
 # ---- refused
 
 
-def stepped(steps=2, **options):
+def stepped(steps=2, make=Gefen, **options):
     params = fresh()
-    optimizer = Gefen(params, **{"capturable": True, **options})
+    optimizer = make(params, **{"capturable": True, **options})
     for t in range(steps):
         gradients(params, t)
         optimizer.step()
@@ -338,9 +360,10 @@ def test_a_graph_goes_on_from_a_loaded_state():
     assert flatten_state(optimizer.state_tree())["scale_by_gefen.count.w"] == 5
 
 
+@pytest.mark.parametrize("make", [Gefen, GefenMuon])
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_a_copy_can_be_captured_too(copied):
-    optimizer = copied(stepped())[1]
+def test_a_copy_can_be_captured_too(copied, make):
+    optimizer = copied(stepped(make=make))[1]
     optimizer.step()
     recorded(optimizer).replay()
     assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor)

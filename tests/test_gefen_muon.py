@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR
 
-from gefen_fn import MatrixAxes, orthogonalize
+from gefen_fn import MatrixAxes, fuse, orthogonalize
 from gefen_nn import GefenMuon, Muon, route
 from tests import model_zoo
 from tests.model_zoo import Conv1D, Parts, linear
@@ -28,8 +28,8 @@ def step(model, optimizer, seed):
     optimizer.step()
 
 
-def stepped(steps=2, **options):
-    model = net()
+def stepped(steps=2, dtype=torch.float32, **options):
+    model = net().to(dtype)
     optimizer = GefenMuon(model, 1e-2, **{"weight_decay": 0.1, **options})
     for seed in range(steps):
         step(model, optimizer, seed)
@@ -47,14 +47,23 @@ def reloaded(saved):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("backup", ["gefen", "adamw"])
-def test_one_object_has_one_state_dict_and_resumes_to_the_bit_m24(backup):
-    model, optimizer = stepped(muon_lr=0.02, backup=backup)
-    twin = net(1)
+RESUMED = {
+    "gefen": {},
+    "adamw": {"backup": "adamw"},
+    "at random": {"stochastic_rounding": True},
+    "capturable": {"capturable": True},
+}
+
+
+@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
+def test_one_object_has_one_state_dict_and_resumes_to_the_bit_m24(options):
+    dtype = torch.bfloat16 if "stochastic_rounding" in options else torch.float32
+    model, optimizer = stepped(dtype=dtype, muon_lr=0.02, **options)
+    twin = net(1).to(dtype)
     twin.load_state_dict(model.state_dict())
-    other = GefenMuon(twin, backup=backup)
+    other = GefenMuon(twin, **options)
     other.load_state_dict(reloaded(optimizer.state_dict()))
-    assert rates(other) == rates(optimizer) == {"muon": 0.02, backup: 0.01}
+    assert rates(other) == rates(optimizer) == {"muon": 0.02, options.get("backup", "gefen"): 0.01}
     for seed in range(2, 4):
         step(model, optimizer, seed)
         step(twin, other, seed)
@@ -158,6 +167,8 @@ def weights():
 MAKES = {
     "both": (model_zoo.gpt2, lambda model: GefenMuon(model, muon_lr=0.02)),
     "alone": (weights, lambda model: Muon(model.parameters())),
+    "at random": (lambda: weights().bfloat16(), lambda model: Muon(model.parameters(), stochastic_rounding=True)),
+    "both at random": (lambda: net().bfloat16(), lambda model: GefenMuon(model, stochastic_rounding=True)),
 }
 
 
@@ -366,6 +377,24 @@ def test_coefficients_are_a_triple_a_name_or_triples():
     assert torch.equal(weight(), weight(ns_coefficients="standard"))
     assert torch.equal(weight(ns_steps=2), weight(ns_coefficients=[triple, triple]))
     assert not torch.equal(weight(), weight(ns_coefficients="tuned4"))
+
+
+def test_stochastic_rounding_is_of_both_parts_and_the_same_in_place():
+    model, optimizer = stepped(dtype=torch.bfloat16, stochastic_rounding=True)
+    pure = stepped(dtype=torch.bfloat16, stochastic_rounding=True, fused=False)[0]
+    nearest = stepped(dtype=torch.bfloat16)[0]
+    assert same(bits(model), bits(pure))
+    same_as_nearest = zip(model.parameters(), nearest.parameters(), strict=True)
+    assert not any(torch.equal(p, q) for p, q in same_as_nearest)
+    assert {"stochastic_rounding.count"} <= set(optimizer.state[model.lm_head.weight])
+    fused = str(fuse(optimizer.transform))
+    assert fused.endswith("scale_by_learning_rate + stochastic_rounding for 'gefen'") and "muon" not in fused
+
+
+def test_a_step_that_looks_for_bad_gradients_is_refused_as_capturable():
+    for make in (GefenMuon, lambda model, **options: Muon(weights().parameters(), **options)):
+        with pytest.raises(ValueError, match=r"`error_if_nonfinite` must be False.*capturable=True"):
+            make(net(), capturable=True, error_if_nonfinite=True)
 
 
 def test_maximize_ascends():
