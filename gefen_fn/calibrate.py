@@ -1,7 +1,7 @@
 """Learning codebooks now, so that compiled, vmapped and captured steps need not."""
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,10 +10,9 @@ from torch import Tensor
 from gefen_fn import agree
 from gefen_fn.accumulate import MultiStepsState
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates
-from gefen_fn.blocks import LeafLayout
-from gefen_fn.quantize import has_codebook, histogram_of, requantize
+from gefen_fn.quantize import has_codebook, requantize
 from gefen_fn.scalar import capturing, under_vmap
-from gefen_fn.scope import Scope
+from gefen_fn.scope import Scope, learns
 from gefen_fn.tree import tree_leaves, tree_map
 from gefen_kernels.codebook import learn_codebook
 
@@ -105,34 +104,22 @@ def _move_codes(old: Any, new: Any) -> Any:
     return old._replace(codebook=new.codebook, learned=new.learned, mu=moved)
 
 
-def learn_once(
-    updates: Updates,
-    codebook: Tensor,
-    learned: Tensor,
-    layout: Sequence[LeafLayout | None],
-    scope: Scope | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The codebook and `learned` after these gradients; zero gradients and overflows leave them as they are.
+def is_to_learn(codebook: Any, stage: Any) -> bool:
+    """Whether an update of a stage is to learn its codebook: one is asked for, codes rest on it, and it is not there.
+
+    In a graph that is being compiled the answer is no; where it runs, it raises unless that was right.
 
     Args:
-        updates: the gradients of this update.
-        codebook: fp32 `[256]`.
-        learned: bool scalar, read on the host; a learned codebook is frozen.
-        layout: how the blocks of each leaf lie.
-        scope: the members that learn together; None for those of the leaves' meshes.
-
-    Raises:
-        RuntimeError: if the codebook is still to be learned where the host cannot read, also when a compiled step runs.
+        codebook: the transform's argument.
+        stage: its state, whose `learned` is read on the host.
     """
-    if torch.compiler.is_compiling():
-        torch._assert_async(learned, _UNLEARNED.replace('"', "'"))  # Inductor writes it into C++ as it is
-        return codebook, learned
-    if bool(torch.func.debug_unwrap(learned, recurse=True).all()):
-        return codebook, learned
-    check_can_learn()
-    leaves = tree_leaves(updates)
-    group = agree.group_of(leaves, scope)
-    return learn_from(histogram_of(leaves, layout, group), codebook, learned, group)
+    compiling = torch.compiler.is_compiling()
+    if not learns(codebook) or (not compiling and bool(torch.func.debug_unwrap(stage.learned, recurse=True).all())):
+        return False
+    coded = any(x is not None and x.dtype == torch.uint8 for x in tree_leaves(stage.mu))
+    if coded and compiling:
+        torch._assert_async(stage.learned, _UNLEARNED.replace('"', "'"))  # Inductor writes it into C++ as it is
+    return coded and not compiling
 
 
 def check_can_learn() -> None:

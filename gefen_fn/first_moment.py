@@ -9,10 +9,10 @@ from torch import Tensor
 from gefen_fn import agree
 from gefen_fn.base import Params, Updates
 from gefen_fn.blocks import Blocks, LeafLayout, check_block, lengths_in
-from gefen_fn.calibrate import learn_once
-from gefen_fn.quantize import Quantized, quantized_zeros, requantize, tie_rule
+from gefen_fn.calibrate import check_can_learn, is_to_learn, learn_from
+from gefen_fn.quantize import Quantized, histogram_of, quantized_zeros, requantize, tie_rule
 from gefen_fn.scalar import check_choice
-from gefen_fn.scope import Scope, learns
+from gefen_fn.scope import Scope
 from gefen_fn.shards import local, zeros_placed
 from gefen_fn.tree import StructureError, tree_leaves, tree_map
 from gefen_kernels import reference
@@ -54,16 +54,23 @@ def with_codebook(
 ) -> Any:
     """The state with its codebook learned, if it is to be and was not; codes move with it, as a load brings some.
 
+    Zero gradients and overflows leave it as it is.
+
     Args:
         codebook: the transform's argument.
         updates: the gradients of this update.
         state: with fields `codebook`, `learned` and `mu`.
         layout: how the blocks of each leaf lie.
+
+    Raises:
+        RuntimeError: if the codebook is still to be learned where the host cannot read, also when a compiled step runs.
     """
-    quantized = any(x is not None and x.dtype == torch.uint8 for x in tree_leaves(state.mu))
-    if not (quantized and learns(codebook)):
+    if not is_to_learn(codebook, state):
         return state
-    book, learned = learn_once(updates, state.codebook, state.learned, layout, Scope.of(codebook))
+    check_can_learn()
+    leaves = tree_leaves(updates)
+    group = agree.group_of(leaves, Scope.of(codebook))
+    book, learned = learn_from(histogram_of(leaves, layout, group), state.codebook, state.learned, group)
     if book is state.codebook:
         return state
     moved = requantize(state.mu, state.codebook, book)

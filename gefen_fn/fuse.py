@@ -19,7 +19,7 @@ from torch import Tensor
 from gefen_fn import agree
 from gefen_fn.accumulate import MultiSteps, apply_if_finite
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates, started, write_updates
-from gefen_fn.calibrate import check_can_learn, learn_from
+from gefen_fn.calibrate import check_can_learn, is_to_learn, learn_from
 from gefen_fn.clip import clip_factor, first_column_axis, norm_by, squares_here
 from gefen_fn.combine import chain, without_norm
 from gefen_fn.exchange import at_once, finish
@@ -32,7 +32,7 @@ from gefen_fn.program import Part, Program, Stage, at, begins_with_clip, put, re
 from gefen_fn.rounding import StochasticRoundingState
 from gefen_fn.scalar import capturing, check_state, multiply
 from gefen_fn.scale import need_params
-from gefen_fn.scope import Scope, learns
+from gefen_fn.scope import Scope
 from gefen_fn.shards import local
 from gefen_fn.step_values import changes_of, value_of
 from gefen_fn.tree import (
@@ -306,9 +306,8 @@ def _drawn(part: Part, state: OptState) -> Tree:
 
 def _unlearned(program: Program, plan: StepPlan, state: OptState) -> list[Part]:
     """The parts whose codebooks are to be learned and were not, and that have leaves to learn from."""
-    learning = [part for part in program.parts if part.quantizes and learns(part.core.recipe.kwargs["codebook"])]
-    able = [part for part in learning if any(w.part is part and not w.layout.dense for w in plan.works)]
-    unlearned = [part for part in able if not bool(_stage(part, state).learned)]
+    waiting = [part for part in program.parts if is_to_learn(part.core.recipe.kwargs["codebook"], _stage(part, state))]
+    unlearned = [part for part in waiting if any(w.part is part and not w.layout.dense for w in plan.works)]
     if unlearned:
         check_can_learn()
     return unlearned

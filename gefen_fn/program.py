@@ -70,11 +70,6 @@ class Part(NamedTuple):
         return self.core.recipe.name == "scale_by_muon"
 
     @property
-    def quantizes(self) -> bool:
-        """Whether there may be codes in its state."""
-        return bool(self.core.recipe.kwargs.get("quantize", True))
-
-    @property
     def stages(self) -> list[Stage]:
         """Those that there are."""
         given = (self.core, self.shape, self.decay, self.rate, self.rounding)

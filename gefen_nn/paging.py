@@ -15,12 +15,12 @@ from torch import Tensor
 
 from gefen_fn.agree import group_of, total
 from gefen_fn.base import GradientTransformation, OptState
+from gefen_fn.calibrate import is_to_learn
 from gefen_fn.combine import recipe_of
 from gefen_fn.describe import quantizing
 from gefen_fn.fuse import FusedStep, fuse, squares_of
 from gefen_fn.program import begins_with_clip, inner_of
 from gefen_fn.quantize import has_codebook
-from gefen_fn.scope import learns
 from gefen_fn.shards import is_sharded, local, placements_of
 from gefen_fn.tree import tree_leaves, tree_map, tree_structure, tree_unflatten
 from gefen_nn.kept import Kept
@@ -124,10 +124,8 @@ def _learns(tx: GradientTransformation, state: OptState) -> bool:
     """Whether this step is to learn a codebook."""
     stages: list[Any] = []
     tree_map(lambda x: stages.append(x) if has_codebook(x) else None, state, is_leaf=has_codebook)
-    rules = [rule["codebook"] for rule in quantizing(tx).values()]
-    waiting = [stage for stage, rule in zip(stages, rules, strict=True) if learns(rule)]
-    coded = [s for s in waiting if any(x is not None and x.dtype == torch.uint8 for x in tree_leaves(s.mu))]
-    return not all(bool(stage.learned) for stage in coded)
+    rules = quantizing(tx).values()
+    return any(is_to_learn(rule["codebook"], stage) for rule, stage in zip(rules, stages, strict=True))
 
 
 def _share(p: Tensor) -> int:
