@@ -76,6 +76,14 @@ def MultiSteps(  # optax's name
         TypeError: if `opt` is not a transform.
         ValueError: if k is not an int of at least 1.
         RuntimeError: at update under torch.vmap or torch.compile, unless k is the int 1 and nothing is skipped.
+
+    Example:
+        >>> tx = MultiSteps(sgd(1.0), every_k_schedule=2)
+        >>> state = tx.init(torch.zeros(2))
+        >>> nothing, state = tx.update(torch.tensor([1.0, 0.0]), state)
+        >>> mean, state = tx.update(torch.tensor([3.0, 2.0]), state)
+        >>> nothing, mean
+        (tensor([0., 0.]), tensor([-2., -1.]))
     """
     check_transform(opt)
     if not callable(every_k_schedule):
@@ -134,6 +142,15 @@ def has_updated(state: MultiStepsState) -> Tensor:
 
     Raises:
         TypeError: if `state` is not the state of `MultiSteps`.
+
+    Example:
+        >>> tx = MultiSteps(adam(1e-3), every_k_schedule=2)
+        >>> grads, state = torch.ones(3), tx.init(torch.zeros(3))
+        >>> for _ in range(2):
+        ...     updates, state = tx.update(grads, state)
+        ...     print(bool(has_updated(state)))
+        False
+        True
     """
     if not isinstance(state, MultiStepsState):
         raise TypeError(f"`state` must be a MultiStepsState: got {type(state).__name__}. Pass the state of MultiSteps.")
@@ -151,6 +168,12 @@ def apply_if_finite(inner: GradientTransformation, max_consecutive_errors: int) 
         TypeError: if `inner` is not a transform.
         ValueError: if `max_consecutive_errors` is not an int of at least 0.
         RuntimeError: at update under torch.vmap or torch.compile.
+
+    Example:
+        >>> tx = apply_if_finite(adam(1e-3), max_consecutive_errors=3)
+        >>> updates, state = tx.update(torch.tensor([1.0, torch.inf]), tx.init(torch.zeros(2)))
+        >>> updates, int(state.total_notfinite)
+        (tensor([0., 0.]), 1)
     """
     check_transform(inner)
     check_int("max_consecutive_errors", max_consecutive_errors, 0, "0 lets all through.")

@@ -65,6 +65,12 @@ def scale_by_adam(
     Raises:
         ValueError: if a number is out of range, or the dtype is no floating one.
         StructureError: from `update`, if updates and state do not fit.
+
+    Example:
+        >>> tx = scale_by_adam()
+        >>> updates, state = tx.update(torch.tensor([1e-4, -100.0]), tx.init(torch.zeros(2)))
+        >>> [round(u, 3) for u in updates.tolist()]  # the sign, at a first step
+        [1.0, -1.0]
     """
     for name, value in (("b1", b1), ("b2", b2)):
         check_decay(name, value)
@@ -127,6 +133,14 @@ def scale_by_lion(
 
     Raises:
         ValueError: if a number is out of range, or the dtype is no floating one.
+
+    Example:
+        >>> tx = scale_by_lion()
+        >>> updates, state = tx.update(torch.tensor([0.1, -5.0, 0.0]), tx.init(torch.zeros(3)))
+        >>> updates
+        tensor([ 1., -1.,  0.])
+        >>> state._fields
+        ('mu',)
     """
     for name, value in (("b1", b1), ("b2", b2)):
         check_decay(name, value)

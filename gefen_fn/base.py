@@ -55,6 +55,14 @@ class GradientTransformation(NamedTuple):
     """A pair of pure functions, `init(params)` and `update(updates, state, params=None, **extra)`.
 
     A NamedTuple, so `init, update = tx` works. Extra arguments that a transform does not want are ignored.
+
+    Example:
+        >>> def update(updates, state, params=None, **extra):
+        ...     return tree_map(torch.sign, updates), state
+        >>> tx = chain(GradientTransformation(lambda params: EmptyState(), update), scale(-0.1))
+        >>> updates, state = tx.update(torch.tensor([3.0, -4.0]), tx.init(torch.zeros(2)))
+        >>> updates
+        tensor([-0.1000,  0.1000])
     """
 
     init: InitFn
@@ -79,7 +87,13 @@ def check_transform(tx: Any) -> None:
 
 
 def with_extra_args_support(tx: GradientTransformation) -> GradientTransformationExtraArgs:
-    """Return `tx`: every transform here ignores extra arguments it does not want. Kept for optax recipes."""
+    """Return `tx`: every transform here ignores extra arguments it does not want. Kept for optax recipes.
+
+    Example:
+        >>> tx = adam(1e-3)
+        >>> with_extra_args_support(tx) is tx
+        True
+    """
     return tx
 
 
@@ -208,6 +222,12 @@ def stateless(f: Callable[[Updates, Params | None], Updates]) -> GradientTransfo
 
     Args:
         f: maps the tree of updates (and params, or None) to a tree of updates.
+
+    Example:
+        >>> centre = stateless(lambda updates, params: tree_map(lambda u: u - u.mean(), updates))
+        >>> tx = chain(centre, sgd(1.0))
+        >>> tx.update(torch.tensor([1.0, 3.0]), tx.init(torch.zeros(2)))[0]
+        tensor([ 1., -1.])
     """
     return _stateless(f, Recipe("stateless", (f,)))
 
@@ -226,12 +246,25 @@ def _stateless(f: Callable[[Updates, Params | None], Updates], recipe: Recipe) -
 
 
 def identity() -> GradientTransformation:
-    """Return the updates unchanged."""
+    """Return the updates unchanged.
+
+    Example:
+        >>> max_delta = None
+        >>> chain(identity() if max_delta is None else clip(max_delta), scale(-0.1))
+        chain(identity(), scale(-0.1))
+    """
     return _stateless(lambda updates, params: updates, Recipe("identity"))
 
 
 def set_to_zero() -> GradientTransformation:
-    """Replace every update by zeros, which freezes its parameter."""
+    """Replace every update by zeros, which freezes its parameter.
+
+    Example:
+        >>> tx = partition({"train": sgd(0.1), "freeze": set_to_zero()}, {"w": "train", "b": "freeze"})
+        >>> grads = {"w": torch.ones(2), "b": torch.ones(2)}
+        >>> tx.update(grads, tx.init(grads))[0]
+        {'w': tensor([-0.1000, -0.1000]), 'b': tensor([0., 0.])}
+    """
     return _stateless(lambda updates, params: tree_map(torch.zeros_like, updates), Recipe("set_to_zero"))
 
 
@@ -250,6 +283,11 @@ def apply_updates(params: Params, updates: Updates) -> Params:
 
     Raises:
         StructureError: if the trees or the shapes of two leaves differ.
+
+    Example:
+        >>> params = {"w": torch.ones(2), "b": torch.ones(1)}
+        >>> apply_updates(params, {"w": torch.tensor([0.5, -0.5]), "b": None})
+        {'w': tensor([1.5000, 0.5000]), 'b': tensor([1.])}
     """
 
     def add(u: Tensor | None, p: Tensor | None) -> Tensor | None:
@@ -273,6 +311,11 @@ def incremental_update(new_tensors: Params, old_tensors: Params, step_size: Scal
 
     Raises:
         StructureError: if the trees or the shapes of two leaves differ.
+
+    Example:
+        >>> average, params = {"w": torch.tensor(0.0)}, {"w": torch.tensor(1.0)}
+        >>> incremental_update(params, average, step_size=0.25)
+        {'w': tensor(0.2500)}
     """
 
     def mix(new: Tensor, old: Tensor) -> Tensor:

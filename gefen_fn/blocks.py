@@ -37,6 +37,12 @@ class FlatBlocks:
 
     Attributes:
         tree: the block length, or a tree of one per leaf.
+
+    Example:
+        >>> w = torch.ones(64, 96)
+        >>> by_row, flat = scale_by_gefen(block=256), scale_by_gefen(block=FlatBlocks(256))
+        >>> by_row.init(w).mu.absmax.shape, flat.init(w).mu.absmax.shape
+        (torch.Size([64, 1]), torch.Size([24]))
     """
 
     tree: Tree = DEFAULT_BLOCK
@@ -205,6 +211,13 @@ def find_blocks(grads: Tree, *, rule: str = "variance_drop", fallback: bool = Tr
     Raises:
         ValueError: if the rule is unknown.
         StructureError: if a leaf is not a dense floating-point tensor.
+
+    Example:
+        >>> runs = torch.randn(8, 64).repeat_interleave(16, dim=1)
+        >>> lengths = find_blocks({"w": runs, "b": torch.randn(64)}, rule="log_contrast")
+        >>> lengths
+        {'w': 16, 'b': 256}
+        >>> tx = gefen(1e-3, block=lengths)
     """
 
     def find(g: Tensor | None) -> int:

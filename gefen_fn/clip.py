@@ -34,6 +34,10 @@ def global_norm(updates: Updates) -> Tensor:
     """L2 norm over all leaves, as one fp32 scalar; `None` leaves count nothing, replicas and shards each entry once.
 
     Squares are added block by block in fp32 by a fixed tree, then in float64, and the root is rounded once.
+
+    Example:
+        >>> global_norm({"w": torch.tensor([3.0, 0.0]), "b": torch.tensor(4.0), "frozen": None})
+        tensor(5.)
     """
     return norm_by(_sum_of_squares, updates)
 
@@ -88,6 +92,11 @@ def clip(max_delta: ScalarOrSchedule | Tree) -> GradientTransformation:
 
     Raises:
         ValueError: if a number is not positive.
+
+    Example:
+        >>> tx = clip(1.0)
+        >>> tx.update(torch.tensor([-3.0, 0.5]), tx.init(torch.zeros(2)))[0]
+        tensor([-1.0000,  0.5000])
     """
     check_positive("max_delta", max_delta)
     return by_scalar("clip", max_delta, by_leaf(_clip_leaf))
@@ -108,6 +117,12 @@ def clip_by_global_norm(max_norm: ScalarOrSchedule) -> GradientTransformation:
 
     Raises:
         ValueError: if a number is not positive, or if there is one per leaf.
+
+    Example:
+        >>> tx = clip_by_global_norm(1.0)
+        >>> grads = {"w": torch.tensor([3.0]), "b": torch.tensor([4.0])}  # norm 5
+        >>> tx.update(grads, tx.init(grads))[0]
+        {'w': tensor([0.6000]), 'b': tensor([0.8000])}
     """
     check_positive("max_norm", max_norm)
     if isinstance(max_norm, (dict, list, tuple)):
@@ -132,6 +147,12 @@ def clip_by_block_rms(threshold: ScalarOrSchedule | Tree) -> GradientTransformat
 
     Raises:
         ValueError: if a number is not positive.
+
+    Example:
+        >>> tx = clip_by_block_rms(1.0)
+        >>> updates = {"large": torch.full((4,), 3.0), "small": torch.full((4,), 0.5)}
+        >>> tx.update(updates, tx.init(updates))[0]
+        {'large': tensor([1., 1., 1., 1.]), 'small': tensor([0.5000, 0.5000, 0.5000, 0.5000])}
     """
     check_positive("threshold", threshold)
 
@@ -163,6 +184,13 @@ def adaptive_grad_clip(clipping: ScalarOrSchedule | Tree, eps: float = 1e-3) -> 
 
     Raises:
         ValueError: if a number is not positive, or if `update` is called without params.
+
+    Example:
+        >>> tx, params = adaptive_grad_clip(0.1), torch.tensor([[3.0, 4.0], [0.0, 10.0]])
+        >>> updates, state = tx.update(torch.tensor([[5.0, 0.0], [0.5, 0.0]]), tx.init(params), params)
+        >>> updates  # rows of norm 5 and 10: at most 0.5 and 1
+        tensor([[0.5000, 0.0000],
+                [0.5000, 0.0000]])
     """
     check_positive("clipping", clipping)
     check_positive("eps", eps)

@@ -56,6 +56,12 @@ def chain(*txs: GradientTransformation) -> GradientTransformation:
     Raises:
         TypeError: if an argument is not a transform.
         StructureError: from `update`, if the state is not a tuple of that length.
+
+    Example:
+        >>> tx = chain(clip_by_global_norm(1.0), scale_by_adam(), scale_by_learning_rate(1e-3))
+        >>> state = tx.init({"w": torch.zeros(3)})
+        >>> [type(part).__name__ for part in state]
+        ['EmptyState', 'ScaleByAdamState', 'EmptyState']
     """
     for tx in txs:
         check_transform(tx)
@@ -172,6 +178,12 @@ def named_chain(*txs: tuple[str, GradientTransformation]) -> GradientTransformat
     Raises:
         ValueError: if a name stands twice.
         TypeError: if an argument is not such a pair.
+
+    Example:
+        >>> tx = named_chain(("clip", clip(1.0)), ("adam", scale_by_adam()), ("descend", scale(-1e-3)))
+        >>> state = tx.init(torch.zeros(3))
+        >>> state["adam"].mu
+        tensor([0., 0., 0.])
     """
     for pair in txs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
@@ -241,6 +253,12 @@ def masked(inner: GradientTransformation, mask: Mask) -> GradientTransformation:
     Raises:
         TypeError: if `inner` is not a transform, or the mask holds something other than bools.
         StructureError: if the mask does not fit the params.
+
+    Example:
+        >>> tx = masked(scale(10.0), {"body": False, "head": True})
+        >>> grads = {"body": {"w": torch.ones(2)}, "head": {"w": torch.ones(2)}}
+        >>> tx.update(grads, tx.init(grads))[0]
+        {'body': {'w': tensor([1., 1.])}, 'head': {'w': tensor([10., 10.])}}
     """
     check_transform(inner)
 
@@ -269,6 +287,14 @@ def partition(transforms: Mapping[Hashable, GradientTransformation], param_label
         TypeError: if a value of `transforms` is not a transform.
         ValueError: from `init` or `update`, if a label has no transform.
         StructureError: if the labels do not fit the params.
+
+    Example:
+        >>> def matrices(params):
+        ...     return {name: "muon" if p.ndim == 2 else "rest" for name, p in params.items()}
+        >>> tx = partition({"muon": muon(0.02), "rest": adamw(3e-4)}, matrices)
+        >>> state = tx.init({"w": torch.ones(64, 64), "b": torch.ones(64)})
+        >>> sorted(state.inner_states)
+        ['muon', 'rest']
     """
     if not isinstance(transforms, Mapping):
         raise TypeError(f"`transforms` must be a dict by label: got {type(transforms).__name__}. Give each a label.")

@@ -35,6 +35,16 @@ def compensated(bits: int = 8) -> GradientTransformation:
 
     Raises:
         ValueError: for another `bits`; from `update`, if it is called without params.
+
+    Example:
+        >>> p, g = torch.ones(1).bfloat16(), torch.ones(1).bfloat16()
+        >>> tx = chain(sgd(1e-3), compensated())
+        >>> state = tx.init(p)
+        >>> for _ in range(100):  # rounded to nearest, p would stay 1
+        ...     updates, state = tx.update(g, state, p)
+        ...     p = apply_updates(p, updates)
+        >>> round(float(p), 2)
+        0.9
     """
     check_choice("bits", bits, tuple(_DTYPES))
 

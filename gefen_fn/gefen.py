@@ -123,6 +123,13 @@ def scale_by_gefen(
         ValueError: if an argument is out of range.
         RuntimeError: from `update`, if the codebook is still to be learned where the host cannot read.
         StructureError: from `update`, if updates and state do not fit.
+
+    Example:
+        >>> state = scale_by_gefen().init({"w": torch.ones(64, 512), "b": torch.ones(64)})
+        >>> state.mu["w"].codes.dtype, state.mu["w"].absmax.shape
+        (torch.uint8, torch.Size([64, 2]))
+        >>> state.mu["b"].dtype  # a small leaf stays dense
+        torch.float32
     """
     _check_arguments(b1, b2, eps, b2_warmup, block)
     check_policy(second_moment)

@@ -45,6 +45,13 @@ def health(state: OptState, updates: Updates | None = None) -> dict[str, LeafHea
 
     Returns:
         By the leaf's path; the leaves that have codes, and those of `updates`.
+
+    Example:
+        >>> tx, params = gefen(1e-3), {"w": torch.randn(64, 64)}
+        >>> updates, state = tx.update(params, tx.init(params), params)
+        >>> found = health(state, updates)["w"]
+        >>> float(found.empty_blocks), bool(found.at_ends >= 1 / 64)
+        (0.0, True)
     """
     found = dict(_moments(state))
     paths = () if updates is None else zip(tree_paths(updates), tree_leaves(updates), strict=True)

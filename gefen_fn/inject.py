@@ -66,6 +66,14 @@ def inject_hyperparams(
         ValueError: if `static_args` names no argument of `inner_factory`.
         TypeError: if `inner_factory` is not a function, or the arguments do not fit it.
         StructureError: at update, if the state holds other hyperparameters.
+
+    Example:
+        >>> tx = inject_hyperparams(sgd)(0.1, momentum=0.9)
+        >>> state = tx.init(torch.zeros(2))
+        >>> state = tree_set(state, learning_rate=0.01)
+        >>> updates, state = tx.update(torch.ones(2), state)
+        >>> updates
+        tensor([-0.0100, -0.0100])
     """
     if not callable(inner_factory):
         raise TypeError(

@@ -24,6 +24,11 @@ def decay_mask(params: Params) -> Tree:
 
     Raises:
         StructureError: if a leaf is no tensor, as a module is none.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
+        >>> decay_mask(dict(model.named_parameters()))
+        {'0.weight': True, '0.bias': False, '1.weight': False, '1.bias': False}
     """
     check_leaves(params)
     keep = [_is_decayed(path, leaf) for path, leaf in zip(tree_paths(params), tree_leaves(params), strict=True)]

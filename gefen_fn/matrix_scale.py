@@ -24,6 +24,11 @@ def scale_by_matrix_shape(rule: str | None = "original", spec: Spec = None) -> G
 
     Raises:
         ValueError: if the rule is unknown; naming it, if a leaf without a spec is no matrix.
+
+    Example:
+        >>> tx, x = scale_by_matrix_shape("original"), torch.ones(256, 64)
+        >>> tx.update(x, tx.init(x))[0][0, 0]  # sqrt(256 / 64)
+        tensor(2.)
     """
     check_rule(rule)
 

@@ -20,6 +20,12 @@ def move_state(state: OptState, device: str | torch.device) -> OptState:
     Args:
         state: of any transform; it is not changed.
         device: to the CPU from a GPU goes into pinned memory, from where copies need not be waited for.
+
+    Example:
+        >>> state = scale_by_adam().init(torch.zeros(3))
+        >>> there = move_state(state, "meta")
+        >>> there.mu.device.type, there.count.device.type
+        ('meta', 'cpu')
     """
     moved = tree_map(lambda x: begin_move(x, device) if isinstance(x, Tensor) and x.ndim else x, state)
     finish_moves([*tree_leaves(state), *tree_leaves(moved)])

@@ -148,6 +148,13 @@ def scale_by_muon(
         ValueError: if an argument is out of range; from `init`, naming it, if a leaf without a spec is no matrix.
         RuntimeError: from `update`, if the codebook is still to be learned where the host cannot read.
         StructureError: from `update`, if updates and state do not fit.
+
+    Example:
+        >>> tx, grads = scale_by_muon(), {"w": torch.randn(64, 128)}
+        >>> updates, state = tx.update(grads, tx.init(grads))
+        >>> singular = torch.linalg.svdvals(updates["w"])
+        >>> bool(singular.min() > 0.5), bool(singular.max() < 1.3)
+        (True, True)
     """
     check_decay("momentum", momentum)
     check_nonnegative("eps", eps)

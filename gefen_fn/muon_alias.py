@@ -58,6 +58,13 @@ def muon(
 
     Raises:
         ValueError: if an argument is out of its range; from `init`, naming it, if a leaf is no matrix.
+
+    Example:
+        >>> w = torch.randn(64, 64)
+        >>> tx = muon(0.02, weight_decay=0.1, adjust="match_rms_adamw")
+        >>> updates, state = tx.update(torch.randn(64, 64), tx.init(w), w)
+        >>> type(state[0]).__name__, state[0].mu.codes.dtype
+        ('ScaleByMuonState', torch.uint8)
     """
     direction = scale_by_muon(
         momentum,
@@ -136,6 +143,12 @@ def gefen_muon(
 
     Raises:
         ValueError: if an argument is out of its range, or from `init`, if no leaf is Muon's.
+
+    Example:
+        >>> params = {"embed": torch.ones(100, 64), "w": torch.ones(64, 64)}
+        >>> tx = gefen_muon(1e-3, weight_decay=0.1)
+        >>> {leaf.path: leaf.rule for leaf in describe(tx, params).leaves}
+        {'embed': 'scale_by_gefen', 'w': 'scale_by_muon'}
     """
     check_choice("backup", backup, ("gefen", "adamw"))
     rate = learning_rate if muon_learning_rate is None else muon_learning_rate

@@ -66,6 +66,12 @@ def quantize(tree_or_tensor: Tree, codebook: Tensor, *, block: Blocks = DEFAULT_
     Raises:
         StructureError: if a leaf is not a dense floating-point tensor.
         ValueError: if a block length is not a positive int, or `codebook` no codebook.
+
+    Example:
+        >>> grads = {"w": torch.randn(64, 512), "b": None}
+        >>> q = quantize(grads, default_codebook(), block=256)
+        >>> q["w"].codes.dtype, q["w"].absmax.shape, q["b"]
+        (torch.uint8, torch.Size([64, 2]), None)
     """
     check_leaves(tree_or_tensor)
     ties = tie_rule(codebook)
@@ -89,6 +95,12 @@ def dequantize(q: Tree, codebook: Tensor, *, block: Blocks = DEFAULT_BLOCK, like
 
     Raises:
         StructureError: if the trees do not fit.
+
+    Example:
+        >>> x, book = torch.randn(64, 256), default_codebook()
+        >>> y = dequantize(quantize(x, book), book)
+        >>> bool((x - y).norm() < 0.02 * x.norm())
+        True
     """
 
     def decode(x: Quantized, length: int) -> Tensor:
@@ -108,6 +120,13 @@ def requantize(q: Tree, old: Tensor, new: Tensor, *, block: Blocks = DEFAULT_BLO
         old: the codebook it was encoded with.
         new: the codebook to move to.
         block: as in `quantize`; only checked, because scales stay where they are.
+
+    Example:
+        >>> x, old = torch.randn(64, 256) ** 3, default_codebook()
+        >>> new = learn_codebook(gradient_histogram(x))
+        >>> moved = requantize(quantize(x, old), old, new)
+        >>> bool((dequantize(moved, new) - x).norm() < 0.05 * x.norm())
+        True
     """
     ties = tie_rule(new)
 
@@ -182,6 +201,11 @@ def gradient_histogram(grads: Tree, *, block: Blocks = DEFAULT_BLOCK) -> Tensor:
 
     Raises:
         StructureError: if a leaf is not a dense floating-point tensor.
+
+    Example:
+        >>> counts = gradient_histogram({"w": torch.randn(64, 256), "b": torch.randn(64)})
+        >>> counts.shape, int(counts.sum()) == 64 * 256
+        (torch.Size([4096]), True)
     """
     leaves = tree_leaves(grads)
     return histogram_of(leaves, layout_list(block, grads), agree.group_of(leaves))

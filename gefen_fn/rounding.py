@@ -32,6 +32,14 @@ def stochastic_rounding() -> GradientTransformation:
     Raises:
         ValueError: from `update`, if it is called without params.
         RuntimeError: from `update`, if it is traced by torch.compile.
+
+    Example:
+        >>> p, g = torch.ones(1000).bfloat16(), torch.ones(1000).bfloat16()
+        >>> plain, tx = sgd(1e-3), chain(sgd(1e-3), stochastic_rounding())
+        >>> lost = apply_updates(p, plain.update(g, plain.init(p), p)[0])
+        >>> kept = apply_updates(p, tx.update(g, tx.init(p), p)[0])
+        >>> float(lost.float().mean()), round(float(kept.float().mean()), 3)
+        (1.0, 0.999)
     """
 
     def init(params: Params) -> StochasticRoundingState:

@@ -75,6 +75,11 @@ def muon_labels(params: Params, backup: str = "gefen", spec: Spec = None) -> Tre
 
     Returns:
         A tree of labels like `params`.
+
+    Example:
+        >>> layer = {"weight": torch.ones(64, 64), "bias": torch.ones(64)}
+        >>> muon_labels({"embed": torch.ones(100, 64), "layer": layer}, backup="adamw")
+        {'embed': 'adamw', 'layer': {'weight': 'muon', 'bias': 'adamw'}}
     """
     pairs = zip(tree_leaves(params), muon_reasons(params, spec), strict=True)
     labels = [backup if x is None or reason is not None else MUON for x, reason in pairs]

@@ -143,6 +143,12 @@ def scale(step_size: Scalar | Tree) -> GradientTransformation:
 
     Raises:
         ValueError: if a number is not finite.
+
+    Example:
+        >>> tx = scale({"w": 1.0, "b": 0.5})  # a factor for each leaf
+        >>> grads = {"w": torch.ones(2), "b": torch.ones(2)}
+        >>> tx.update(grads, tx.init(grads))[0]
+        {'w': tensor([1., 1.]), 'b': tensor([0.5000, 0.5000])}
     """
     check_number(step_size, math.isfinite, "-inf < step_size < inf", "A factor below 0 turns the sign.")
     return by_scalar("scale", step_size, by_leaf(_ascend))
@@ -157,6 +163,16 @@ def scale_by_learning_rate(learning_rate: ScalarOrSchedule | Tree, *, flip_sign:
 
     Raises:
         ValueError: if a number is negative or not finite.
+
+    Example:
+        >>> tx = scale_by_learning_rate(linear_schedule(1.0, 0.0, transition_steps=4))
+        >>> state = tx.init(torch.zeros(1))
+        >>> for _ in range(3):
+        ...     updates, state = tx.update(torch.ones(1), state)
+        ...     print(updates.item())
+        -1.0
+        -0.75
+        -0.5
     """
     check_nonnegative("learning_rate", learning_rate)
     rule = by_leaf(_descend if flip_sign else _ascend)
@@ -168,6 +184,14 @@ def scale_by_schedule(step_size_fn: Schedule) -> GradientTransformation:
 
     Raises:
         TypeError: if `step_size_fn` is not callable.
+
+    Example:
+        >>> tx = scale_by_schedule(lambda count: 0.5**count)
+        >>> g, state = torch.ones(1), tx.init(torch.zeros(1))
+        >>> first, state = tx.update(g, state)
+        >>> second, state = tx.update(g, state)
+        >>> first, second, int(state.count)
+        (tensor([1.]), tensor([0.5000]), 2)
     """
     if not callable(step_size_fn):
         raise TypeError(
@@ -187,6 +211,12 @@ def add_decayed_weights(
 
     Raises:
         ValueError: if a number is negative, or if `update` is called without params.
+
+    Example:
+        >>> tx, p = add_decayed_weights(0.1), torch.tensor([5.0, -5.0])
+        >>> updates, state = tx.update(torch.ones(2), tx.init(p), p)
+        >>> updates
+        tensor([1.5000, 0.5000])
     """
     check_nonnegative("weight_decay", weight_decay)
     tx = by_scalar("add_decayed_weights", weight_decay, _decay_rule)
@@ -237,6 +267,14 @@ def trace(
 
     Raises:
         ValueError: if `decay` is out of range, or the dtype is no floating one.
+
+    Example:
+        >>> tx = trace(0.5)
+        >>> state = tx.init(torch.zeros(1))
+        >>> for _ in range(3):
+        ...     updates, state = tx.update(torch.ones(1), state)
+        >>> updates  # 1 + 1/2 + 1/4
+        tensor([1.7500])
     """
     check_decay("decay", decay)
     check_dtype("accumulator_dtype", accumulator_dtype)
@@ -272,6 +310,12 @@ def ema(
 
     Raises:
         ValueError: if `decay` is out of range, or the dtype is no floating one.
+
+    Example:
+        >>> tx, plain = ema(0.9), ema(0.9, debias=False)
+        >>> g = torch.tensor([2.0])
+        >>> tx.update(g, tx.init(g))[0], plain.update(g, plain.init(g))[0]
+        (tensor([2.]), tensor([0.2000]))
     """
     check_decay("decay", decay)
     check_dtype("accumulator_dtype", accumulator_dtype)
@@ -295,7 +339,14 @@ def ema(
 
 
 def zero_nans() -> GradientTransformation:
-    """Replace NaN entries by 0, and remember per leaf whether there were any; infinities pass."""
+    """Replace NaN entries by 0, and remember per leaf whether there were any; infinities pass.
+
+    Example:
+        >>> tx = zero_nans()
+        >>> updates, state = tx.update(torch.tensor([1.0, torch.nan]), tx.init(torch.zeros(2)))
+        >>> updates, state.found_nan
+        (tensor([1., 0.]), tensor(True))
+    """
 
     def init(params: Params) -> ZeroNansState:
         agree.make_groups(tree_leaves(params))

@@ -34,14 +34,27 @@ def _check_steps(name: str, steps: float, low: int) -> None:
 
 
 def constant_schedule(value: Scalar) -> Schedule:
-    """`value` at every count."""
+    """`value` at every count.
+
+    Example:
+        >>> warmup = linear_schedule(0.0, 1e-3, transition_steps=10)
+        >>> schedule = join_schedules([warmup, constant_schedule(1e-3)], boundaries=[10])
+        >>> schedule(5), schedule(500)
+        (0.0005, 0.001)
+    """
     return _on_counts("constant_schedule", lambda count: torch.zeros_like(count) + value)
 
 
 def linear_schedule(
     init_value: Scalar, end_value: Scalar, transition_steps: int, transition_begin: int = 0
 ) -> Schedule:
-    """A straight line from `init_value` to `end_value`; see `polynomial_schedule`."""
+    """A straight line from `init_value` to `end_value`; see `polynomial_schedule`.
+
+    Example:
+        >>> schedule = linear_schedule(1.0, 0.0, transition_steps=4, transition_begin=2)
+        >>> [schedule(count) for count in (0, 2, 3, 6, 100)]
+        [1.0, 1.0, 0.75, 0.0, 0.0]
+    """
     return polynomial_schedule(init_value, end_value, 1, transition_steps, transition_begin)
 
 
@@ -59,6 +72,11 @@ def polynomial_schedule(
 
     Raises:
         ValueError: if a number of steps is negative.
+
+    Example:
+        >>> schedule = polynomial_schedule(1.0, 0.0, power=2, transition_steps=4)
+        >>> [schedule(count) for count in range(5)]
+        [1.0, 0.5625, 0.25, 0.0625, 0.0]
     """
     _check_steps("transition_steps", transition_steps, 0)
     _check_steps("transition_begin", transition_begin, 0)
@@ -85,6 +103,11 @@ def cosine_decay_schedule(
 
     Raises:
         ValueError: if `decay_steps` is below 1.
+
+    Example:
+        >>> schedule = cosine_decay_schedule(1.0, decay_steps=100, alpha=0.1)
+        >>> [round(schedule(count), 3) for count in (0, 50, 100, 1000)]
+        [1.0, 0.55, 0.1, 0.1]
     """
     _check_steps("decay_steps", decay_steps, 1)
 
@@ -115,6 +138,12 @@ def exponential_decay(
 
     Raises:
         ValueError: if a number of steps or `decay_rate` is negative.
+
+    Example:
+        >>> smooth = exponential_decay(1.0, transition_steps=10, decay_rate=0.25)
+        >>> stairs = exponential_decay(1.0, transition_steps=10, decay_rate=0.25, staircase=True)
+        >>> [(smooth(count), stairs(count)) for count in (0, 5, 10)]
+        [(1.0, 1.0), (0.5, 1.0), (0.25, 0.25)]
     """
     _check_steps("transition_steps", transition_steps, 0)
     _check_steps("transition_begin", transition_begin, 0)
@@ -143,6 +172,11 @@ def piecewise_constant_schedule(
 
     Raises:
         ValueError: if a factor is negative.
+
+    Example:
+        >>> schedule = piecewise_constant_schedule(1.0, {30: 0.5, 60: 0.5})
+        >>> [schedule(count) for count in (29, 30, 60)]
+        [1.0, 0.5, 0.25]
     """
     steps = sorted((boundaries_and_scales or {}).items())
     if any(not scale >= 0 for _, scale in steps):
@@ -167,6 +201,12 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
     Raises:
         TypeError: if a schedule is not a function.
         ValueError: if the lengths do not fit or the boundaries do not ascend.
+
+    Example:
+        >>> up, down = linear_schedule(0.0, 1.0, 10), cosine_decay_schedule(1.0, 10)
+        >>> schedule = join_schedules([up, down], boundaries=[10])
+        >>> [round(schedule(torch.tensor(count)).item(), 2) for count in (5, 10, 15)]
+        [0.5, 1.0, 0.5]
     """
     starts = [0, *boundaries]
     if not all(map(callable, schedules)):
@@ -215,6 +255,12 @@ def warmup_cosine_decay_schedule(
 
     Raises:
         ValueError: if `decay_steps <= warmup_steps`, or a number of steps is negative.
+
+    Example:
+        >>> schedule = warmup_cosine_decay_schedule(0.0, 1e-3, warmup_steps=100, decay_steps=1100)
+        >>> [round(schedule(count), 6) for count in (0, 50, 100, 600, 1100)]
+        [0.0, 0.0005, 0.001, 0.0005, 0.0]
+        >>> tx = gefen(schedule)
     """
     if not decay_steps > warmup_steps:
         raise ValueError(
@@ -248,6 +294,11 @@ def warmup_stable_decay_schedule(
 
     Raises:
         ValueError: if a number of steps is negative, or `decay_steps` is below 1.
+
+    Example:
+        >>> schedule = warmup_stable_decay_schedule(0.0, 1.0, warmup_steps=4, stable_steps=90, decay_steps=6)
+        >>> [schedule(count) for count in (2, 4, 94, 97, 100)]
+        [0.5, 1.0, 1.0, 0.5, 0.0]
     """
     _check_steps("stable_steps", stable_steps, 0)
     _check_steps("decay_steps", decay_steps, 1)

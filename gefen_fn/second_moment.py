@@ -62,7 +62,13 @@ class SecondMoment(Protocol):
 
 @dataclass(frozen=True)
 class Dense:
-    """Adam's second moment: one fp32 per entry (arXiv 1412.6980). 4 bytes per parameter."""
+    """Adam's second moment: one fp32 per entry (arXiv 1412.6980). 4 bytes per parameter.
+
+    Example:
+        >>> tx = scale_by_gefen(second_moment=Dense())
+        >>> tx.init(torch.ones(256, 512)).nu.shape
+        torch.Size([256, 512])
+    """
 
     warms: ClassVar[bool] = False
 
@@ -92,7 +98,13 @@ class Dense:
 
 @dataclass(frozen=True)
 class Block:
-    """The Gefen paper's second moment (arXiv 2606.13894): one fp32 per momentum block, 4 / block bytes per entry."""
+    """The Gefen paper's second moment (arXiv 2606.13894): one fp32 per momentum block, 4 / block bytes per entry.
+
+    Example:
+        >>> tx = scale_by_gefen(second_moment=Block(), block=128)
+        >>> tx.init(torch.ones(256, 512)).nu.shape
+        torch.Size([256, 4])
+    """
 
     warms: ClassVar[bool] = True
 
@@ -146,6 +158,12 @@ class Factored:
 
     Raises:
         ValueError: if a side is not a positive int, or `Tr` not a power of two.
+
+    Example:
+        >>> tx = scale_by_gefen(second_moment=Factored(tile=(128, 256)))
+        >>> nu = tx.init(torch.ones(256, 512)).nu
+        >>> nu.row.shape, nu.col.shape
+        (torch.Size([256, 2]), torch.Size([256, 4]))
     """
 
     tile: tuple[int | None, int | None] | None = None

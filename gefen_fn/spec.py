@@ -39,6 +39,15 @@ class MatrixAxes:
     Raises:
         TypeError: if an axis or a row count is not an int.
         ValueError: if there is no axis, or a row count is below 1.
+
+    Example:
+        >>> qkv = torch.randn(192, 64)
+        >>> whole = scale_by_muon(quantize=False, spec=MatrixAxes(0, 1, split=(64, 64, 64)))
+        >>> alone = scale_by_muon(quantize=False)
+        >>> updates, _ = whole.update(qkv, whole.init(qkv))
+        >>> query, _ = alone.update(qkv[:64], alone.init(qkv[:64]))
+        >>> torch.allclose(updates[:64], query, atol=0.02)
+        True
     """
 
     rows: Axes
@@ -255,6 +264,12 @@ def adjust_scale(shape: Sequence[int], rule: str | None) -> float:
 
     Raises:
         ValueError: if the name is unknown, or the shape has fewer than 2 axes.
+
+    Example:
+        >>> adjust_scale((64, 16), "original"), adjust_scale((16, 64), "original")
+        (2.0, 1.0)
+        >>> adjust_scale((64, 3, 3, 3), "match_rms_adamw")  # a convolution: 64 x 27
+        1.6
     """
     check_rule(rule)
     if len(shape) < 2:

@@ -41,6 +41,11 @@ def flatten_state(state: OptState) -> dict[str, Tensor]:
     Raises:
         StructureError: if two tensors get one name.
         TypeError: if the state holds something else than tensors.
+
+    Example:
+        >>> tx = chain(clip_by_global_norm(1.0), adam(1e-3))
+        >>> list(flatten_state(tx.init({"w": torch.ones(2)})))
+        ['scale_by_adam.count.w', 'scale_by_adam.mu.w', 'scale_by_adam.nu.w']
     """
     flat: dict[str, Tensor] = {}
 
@@ -62,7 +67,14 @@ class NamesReport(NamedTuple):
 
 
 def compare_names(flat: Mapping[str, Tensor], like: OptState) -> NamesReport:
-    """What `unflatten_state(flat, like, strict=False)` would keep of `like`, and leave out of `flat`."""
+    """What `unflatten_state(flat, like, strict=False)` would keep of `like`, and leave out of `flat`.
+
+    Example:
+        >>> old = flatten_state(adam(1e-3).init({"w": torch.ones(2)}))
+        >>> report = compare_names(old, lion(1e-4).init({"w": torch.ones(2)}))
+        >>> report.missing
+        ('scale_by_lion.mu.w',)
+    """
     wanted = flatten_state(like)
     return NamesReport(tuple(sorted(wanted.keys() - flat.keys())), tuple(sorted(flat.keys() - wanted.keys())))
 
@@ -78,6 +90,13 @@ def unflatten_state(flat: Mapping[str, Tensor], like: OptState, *, strict: bool 
 
     Raises:
         StructureError: if names, shapes or dtypes differ, or if codes would stand beside another codebook.
+
+    Example:
+        >>> tx, params = gefen(1e-3), {"w": torch.ones(64, 64)}
+        >>> torch.save(flatten_state(tx.init(params)), "state.pt")
+        >>> state = unflatten_state(torch.load("state.pt"), like=tx.init(params))
+        >>> tree_get(state, "mu")["w"].codes.shape
+        torch.Size([64, 64])
     """
     wanted = flatten_state(like)
     missing, extra = compare_names(flat, like)
@@ -105,6 +124,13 @@ def tree_get(state: OptState, key: str, default: Any = None, filtering: Filter |
 
     Raises:
         KeyError: if more than one part matches.
+
+    Example:
+        >>> state = inject_hyperparams(adam)(1e-3).init({"w": torch.ones(2)})
+        >>> tree_get(state, "learning_rate").item()
+        0.001
+        >>> tree_get(state, "mu")
+        {'w': tensor([0., 0.])}
     """
     found = [(path, value) for path, value in _named_parts(state, ()) if _matches(key, path, value, filtering)]
     if len(found) > 1:
@@ -124,6 +150,12 @@ def tree_set(state: OptState, filtering: Filter | None = None, /, **parts: Any) 
 
     Raises:
         KeyError: if a keyword names no part.
+
+    Example:
+        >>> state = inject_hyperparams(adam)(1e-3).init(torch.ones(2))
+        >>> state = tree_set(state, learning_rate=1e-4)
+        >>> tree_get(state, "learning_rate").item()
+        0.0001
     """
     used: set[str] = set()
     new = _replace_parts(state, (), parts, filtering, used)
@@ -143,6 +175,11 @@ def state_bytes(state: OptState, *, world: Literal["local", "global"] = "local")
     Raises:
         ValueError: if `world` is neither.
         TypeError: if a leaf is no tensor, as an optimizer or a module is none.
+
+    Example:
+        >>> params = {"w": torch.empty(4096, 4096, device="meta")}  # allocates nothing
+        >>> state_bytes(gefen(1e-3).init(params)) // 2**20, state_bytes(adam(1e-3).init(params)) // 2**20
+        (17, 128)
     """
     if world not in ("local", "global"):
         raise ValueError(f'`world` must be "local" or "global": got {world!r}. Use "local" for this process.')

@@ -120,6 +120,12 @@ def tree_map(
 
     Raises:
         StructureError: if one of `rest` has another structure.
+
+    Example:
+        >>> grads = {"w": torch.tensor(1.0), "b": None}
+        >>> params = {"w": torch.tensor(10.0), "b": torch.tensor(5.0)}
+        >>> tree_map(lambda g, p: g + 0.5 * p, grads, params)
+        {'w': tensor(6.), 'b': None}
     """
     leaves, spec = _flatten(tree, is_leaf)
     columns = [_match(spec, r) for r in rest]

@@ -49,6 +49,16 @@ def convert_state(source_state_dict: Source | Sequence[Source], optimizer: Trans
     Raises:
         CheckpointError: for a state dict of another kind, or names or shapes that do not fit.
         GroupFailure: if another process refuses it.
+
+    Example:
+        >>> model = nn.Linear(64, 64)
+        >>> adamw = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        >>> model(torch.ones(1, 64)).sum().backward()
+        >>> adamw.step()
+        >>> optimizer = Gefen(model.named_parameters())
+        >>> report = optimizer.load_state_dict(convert_state(adamw.state_dict(), optimizer))
+        >>> optimizer.param_groups[0]["lr"]
+        0.0003
     """
     target, members = optimizer.state_dict(), groups.members(optimizer.param_groups)
     rows = zip(optimizer.param_groups, members, strict=True)

@@ -45,6 +45,13 @@ class OptimizerState:
     Raises:
         TypeError: for another package's optimizer, such as one that a wrapper built in place of the one given to it.
         ValueError: if they have none, so that no other optimizer's could be told to be the same.
+
+    Example:
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = Gefen(model.named_parameters())
+        >>> written = OptimizerState(optimizer).state_dict()  # what `dcp.save` asks for
+        >>> [name for name in written["state"] if "weight" in name][:2]
+        ['scale_by_gefen.count.weight', 'scale_by_gefen.mu.weight.codes']
     """
 
     def __init__(self, optimizer: TransformOptimizer) -> None:
@@ -103,6 +110,14 @@ class StateTree:
 
     Attributes:
         state: the same until something is loaded.
+
+    Example:
+        >>> tx, params = trace(0.9), {"w": torch.ones(2)}
+        >>> _, state = tx.update(params, tx.init(params))
+        >>> tree = StateTree(tx.init(params), params)
+        >>> tree.load_state_dict(StateTree(state, params).state_dict())  # as `dcp.load` does
+        >>> tree.state
+        TraceState(trace={'w': tensor([1., 1.])})
     """
 
     def __init__(self, state: OptState, params: Params) -> None:

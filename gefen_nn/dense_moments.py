@@ -36,6 +36,14 @@ def adamw_state(optimizer: TransformOptimizer) -> dict[str, Any]:
 
     Raises:
         CheckpointError: if parameters are sharded, or no moments are kept.
+
+    Example:
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = Gefen(model.named_parameters(), lr=3e-4)
+        >>> adamw = torch.optim.AdamW(model.parameters())
+        >>> adamw.load_state_dict(adamw_state(optimizer))
+        >>> adamw.param_groups[0]["lr"]
+        0.0003
     """
     moments = dense_moments(optimizer)
     target = torch.optim.AdamW([_group(group) for group in optimizer.param_groups]).state_dict()

@@ -134,6 +134,13 @@ def inspect_checkpoint(path: str | Path, *, key: str | None = None, watch: Watch
 
     Raises:
         CheckpointError: if it cannot be read, or holds no state.
+
+    Example:
+        >>> model = nn.Linear(64, 64)
+        >>> save("run", model, Gefen(model.named_parameters()))
+        >>> contents = inspect_checkpoint("run")  # print it for a table
+        >>> [leaf.name for leaf in contents.leaves], contents.faults
+        (['bias', 'weight'], [])
     """
     stored = read_stored(Path(path), key)
     owned: dict[str | None, list[StoredLeaf]] = {}

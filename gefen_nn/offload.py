@@ -47,6 +47,12 @@ def offload(optimizer: "TransformOptimizer", device: str | torch.device = "cpu")
         ValueError: for a device that holds no data, or an optimizer whose captured steps rest on the state.
         RuntimeError: if the copies fail, which changes nothing; if a step failed half-way before.
         GroupFailure: if another member of the group fails.
+
+    Example:
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = Gefen(model.named_parameters())
+        >>> offload(optimizer, "cpu")  # before something else needs the GPU
+        >>> restore(optimizer)
     """
     _check_own(optimizer)
     optimizer.keep_state(Host(device))
@@ -59,6 +65,14 @@ def restore(optimizer: "TransformOptimizer") -> None:
         TypeError: for a wrapper of the optimizer.
         RuntimeError: if the copies fail, which changes nothing; if a step failed half-way before.
         GroupFailure: if another member of the group fails.
+
+    Example:
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = Gefen(model.named_parameters())
+        >>> offload(optimizer)
+        >>> restore(optimizer)
+        >>> optimizer.describe().kept_on
+        ''
     """
     _check_own(optimizer)
     optimizer.keep_state(None)

@@ -247,6 +247,12 @@ def route(model: Any, rules: Rules | None = None, *, lr: float = 1e-3, backup: s
     Raises:
         TypeError: if a key of the rules is none.
         ValueError: if a rule is none, does not fit its parameter, or fits no parameter.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 64))
+        >>> routing = route(model)  # print it for a table
+        >>> [(leaf.rule, leaf.why) for leaf in routing.leaves]
+        [('gefen', 'an embedding'), ('muon', 'matrix 64 x 64'), ('gefen', 'fewer than 2 axes')]
     """
     module = model if isinstance(model, nn.Module) else None
     named = list(model.named_parameters()) if module is not None else list(model)

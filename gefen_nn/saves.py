@@ -52,6 +52,13 @@ def save(path: str | Path, model: nn.Module, optimizer: TransformOptimizer, **ex
         CheckpointError: for what cannot be saved, or cannot be written.
         TypeError: for a path, a model or an optimizer that is none.
         GroupFailure: if another process cannot save its part, or does not call this.
+
+    Example:
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = Gefen(model.named_parameters())
+        >>> save("run", model, optimizer, step=10)
+        >>> load("run", model, optimizer).extra["step"]
+        10
     """
     _begin(path, model, optimizer, extra, copies=False).result()
 
@@ -64,6 +71,11 @@ def save_async(path: str | Path, model: nn.Module, optimizer: TransformOptimizer
 
     Returns:
         A future, whose `result()` waits until the checkpoint stands at `path`, and raises what `save` would.
+
+    Example:
+        >>> model = nn.Linear(64, 64)
+        >>> written = save_async("run", model, Gefen(model.named_parameters()))
+        >>> written.result()  # after the steps that went on meanwhile
     """
     return _begin(path, model, optimizer, extra, copies=True)
 
@@ -87,6 +99,14 @@ def load(path: str | Path, model: nn.Module, optimizer: TransformOptimizer, stri
         CheckpointError: for what is missing, unexpected, damaged or of another shape.
         TypeError: for a path, a model or an optimizer that is none.
         GroupFailure: if another process refuses its part, or does not call this.
+
+    Example:
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = Gefen(model.named_parameters(), lr=1e-3)
+        >>> save("run", model, optimizer, epoch=3)
+        >>> report = load("run", model, optimizer, strict=False)
+        >>> report.missing, report.extra
+        ((), {'epoch': 3})
     """
     world = _world()
     place = together(lambda: _given(path, model, optimizer), world, "load")

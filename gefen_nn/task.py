@@ -25,6 +25,14 @@ class Run(NamedTuple):
         model: with fresh parameters.
         loss: the loss of the next training batch, 0-dim and differentiable; called once a step.
         held_out: the loss on data that is not trained on; None if there is none.
+
+    Example:
+        >>> def task(seed):
+        ...     torch.manual_seed(seed)
+        ...     model, x = nn.Linear(4, 1), torch.randn(16, 4)
+        ...     return Run(model, lambda: model(x).square().mean())
+        >>> task(0).loss().shape
+        torch.Size([])
     """
 
     model: nn.Module

@@ -25,6 +25,8 @@ autodoc_typehints_description_target = "documented"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+copybutton_prompt_text = r">>> |\.\.\. |\$ "  # what is copied can be pasted
+copybutton_prompt_is_regexp = True
 default_role = "code"  # docstrings write code in single backticks
 
 html_theme = "furo"

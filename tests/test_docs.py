@@ -1,5 +1,7 @@
-"""The site builds without a warning, and its reference holds every public name once."""
+"""The site builds without a warning, its reference holds every public name once, and its examples run."""
 
+import ast
+import doctest
 import re
 import subprocess
 import sys
@@ -7,13 +9,16 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 import gefen_fn
 import gefen_nn
 from gefen_nn import cli
+from tests.test_layout import SOURCES
 
 PAGES = Path(__file__).parent.parent / "notebooks"
 TYPES = {"OptState", "Params", "ScalarOrSchedule", "Schedule", "Updates"}  # described in words
+IMPORTED = {name: getattr(module, name) for module in (gefen_fn, gefen_nn) for name in module.__all__}
 
 
 def documented(module: str) -> list[str]:
@@ -50,3 +55,24 @@ def outputs_shown() -> list[tuple[list[str], str]]:
 def test_a_command_on_a_page_prints_what_the_page_shows(command, text, capsys):
     assert cli.main(command) == 0
     assert capsys.readouterr().out == text
+
+
+def examples() -> list[doctest.DocTest]:
+    """Those in the docstrings of functions and classes; of the names in them a reader imports the public ones."""
+    found = []
+    for _, path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = ast.get_docstring(node) if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else None
+            if text and ">>>" in text:
+                names = {**IMPORTED, "torch": torch, "nn": torch.nn}
+                found.append(doctest.DocTestParser().get_doctest(text, names, node.name, str(path), node.lineno))
+    return found
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda example: example.name)
+def test_an_example_in_a_docstring_does_what_it_shows(example, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write a checkpoint
+    torch.manual_seed(0)
+    told: list[str] = []
+    failed, tried = doctest.DocTestRunner().run(example, out=told.append)
+    assert tried and not failed, "".join(told)

@@ -47,6 +47,13 @@ def find_block(
 
     Raises:
         ValueError: if the rule is unknown or `squared_grad` does not have the entries of `shape`.
+
+    Example:
+        >>> g = torch.randn(8, 64).repeat_interleave(16, dim=1)  # [8, 1024], alike in runs of 16
+        >>> find_block(g.square(), g.shape, rule="log_contrast")
+        16
+        >>> find_block(g.square(), g.shape), find_block(g.square(), g.shape, fallback=False)
+        (1024, 1)
     """
     if rule not in _RULES:
         raise ValueError(f"`rule` must be one of {_RULES}: got {rule!r}. Use 'variance_drop' for the paper's rule")

@@ -51,6 +51,12 @@ def learn_codebook(histogram: Tensor, *, levels: int = 256, zero: bool = True, s
     Raises:
         TypeError: if the counts are not int64.
         ValueError: if a count is negative, all are zero, or the number of bins or levels does not fit.
+
+    Example:
+        >>> counts = gradient_histogram(torch.randn(64, 256))
+        >>> book = learn_codebook(counts, levels=16)
+        >>> book.shape, float(book[0]), float(book[-1])
+        (torch.Size([16]), -1.0, 1.0)
     """
     _check(histogram, levels)
     counts = np.array(histogram.tolist(), dtype=np.int64)
@@ -64,7 +70,13 @@ def learn_codebook(histogram: Tensor, *, levels: int = 256, zero: bool = True, s
 
 
 def default_codebook() -> Tensor:
-    """Return a fresh fp32 `[256]` codebook learned from Gaussian blocks of 256 scaled by their maximum."""
+    """Return a fresh fp32 `[256]` codebook learned from Gaussian blocks of 256 scaled by their maximum.
+
+    Example:
+        >>> book = default_codebook()
+        >>> book.shape, torch.equal(book, -book.flip(0))
+        (torch.Size([256]), True)
+    """
     levels = [0.0 - x for x in reversed(DEFAULT_MAGNITUDES)] + list(DEFAULT_MAGNITUDES)
     return torch.tensor(levels, dtype=torch.float32, device="cpu")
 
