@@ -24,7 +24,7 @@ from gefen_fn.scalar import Hyperparameter, check_state, is_schedule, new_count
 from gefen_fn.tree import StructureError
 
 P = ParamSpec("P")
-_FUNCTIONS_OF_PARAMS = ("mask", "param_labels", "labels", "spec", "heads")
+FUNCTIONS_OF_PARAMS = ("mask", "param_labels", "labels", "spec", "heads")
 
 
 class InjectHyperparamsState(NamedTuple):
@@ -90,7 +90,7 @@ def inject_hyperparams(
         bound.apply_defaults()
         given = {name: value for name, value in _arguments(bound).items() if name not in static}
         schedules = {
-            name: value for name, value in given.items() if is_schedule(value) and name not in _FUNCTIONS_OF_PARAMS
+            name: value for name, value in given.items() if is_schedule(value) and name not in FUNCTIONS_OF_PARAMS
         }
         numbers = {name: value for name, value in given.items() if _is_number(value)}
         factory = _Factory(inner_factory, bound)
@@ -117,7 +117,7 @@ def takes_schedules(factory: Callable[P, GradientTransformation]) -> Callable[P,
         if not any(is_schedule(value) for value in (*args, *kwargs.values())):
             return factory(*args, **kwargs)
         given = inspect.signature(factory).bind(*args, **kwargs)
-        scheduled = {name for name, x in given.arguments.items() if is_schedule(x)} - set(_FUNCTIONS_OF_PARAMS)
+        scheduled = {name for name, x in given.arguments.items() if is_schedule(x)} - set(FUNCTIONS_OF_PARAMS)
         if not scheduled:
             return factory(*args, **kwargs)
         given.apply_defaults()

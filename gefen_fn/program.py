@@ -176,21 +176,31 @@ def _stages(tx: Any, path: Path, owner: Stage | None) -> Iterator[Stage]:
     elif recipe.name == "named_chain":
         for name, inner in recipe.args:
             yield from _stages(inner, (*path, name), owner)
-    elif recipe.marked is not None and (inner := opened(recipe)) is not None:
+    elif isinstance(inner := opened(recipe), GradientTransformation):
         yield from _stages(inner, (*path, "inner_state"), Stage(recipe, path, owner))
     elif recipe.name != "identity":
         yield Stage(recipe, path, owner)
 
 
-def opened(recipe: Recipe) -> GradientTransformation | None:
-    """The transform inside an injection, with marked arguments.
+def opened(recipe: Recipe) -> GradientTransformation | Exception | None:
+    """The transform inside an injection, with marked arguments; None if the recipe is no injection's.
 
-    None if its factory does more with a number than pass it on: a mark is none, and what then fails is the factory's.
+    If its factory does more with a number than pass it on, the error that it raises, as a mark is no number; which of
+    all errors that is, is the factory's to say. `unread` tells it.
     """
     try:
         return recipe.marked() if recipe.marked is not None else None
-    except Exception:
-        return None
+    except Exception as error:
+        return error
+
+
+def unread(tx: Any) -> str:
+    """Which injection in a transform cannot be read, and why; empty if all can."""
+    recipe = recipe_of(tx)
+    if isinstance(error := opened(recipe), Exception):
+        why = f"{type(error).__name__}: {error}"
+        return f"the factory of {recipe.name} does more with a number than pass it on, {why}"
+    return next(filter(None, map(unread, inner_of(recipe))), "")
 
 
 def _is_negation(stage: Stage) -> bool:

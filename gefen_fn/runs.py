@@ -10,7 +10,7 @@ from gefen_fn.base import GradientTransformation, Params
 from gefen_fn.blocks import FlatBlocks, layout_list
 from gefen_fn.combine import choices_of
 from gefen_fn.fuse import FusedStep, Step, fuse
-from gefen_fn.program import Part, Program
+from gefen_fn.program import Part, Program, unread
 from gefen_fn.second_moment import Factored, policy_for
 from gefen_fn.shards import piece_of
 from gefen_fn.tree import readable, tree_leaves, tree_paths
@@ -33,7 +33,7 @@ def runs(tx: GradientTransformation, params: Params, *, fused: bool = True) -> t
         fused: whether steps in place are asked for.
     """
     step = fuse(tx)
-    common = "" if step is not None and fused else "fused=False" if step is not None else "the expression is not fused"
+    common = "" if step is not None and fused else "fused=False" if step is not None else _unfused(tx)
     paths, leaves = tree_paths(params), tree_leaves(params)
     program = None if step is None else _program(step)
     reasons = [common] * len(leaves) if program is None or common else _reasons(program, params, leaves)
@@ -41,6 +41,10 @@ def runs(tx: GradientTransformation, params: Params, *, fused: bool = True) -> t
     rows = [(readable(at) or ".", p.device, why) for at, p, why in triples if p is not None]
     devices = dict.fromkeys(device for _, device, _ in rows if device.type != "meta")
     return tuple(_line(device, [(at, why) for at, where, why in rows if where == device]) for device in devices)
+
+
+def _unfused(tx: GradientTransformation) -> str:
+    return "the expression is not fused" + (f": {why}" if (why := unread(tx)) else "")
 
 
 def _program(step: FusedStep) -> Program:

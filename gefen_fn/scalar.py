@@ -16,12 +16,18 @@ from gefen_fn.tree import StructureError, Tree, broadcast, tree_leaves
 
 Scalar = float | Tensor
 
+WRITE_A_FLOAT = "Write a float; YAML reads 1e-3 as a string, 1.0e-3 not."
+
 
 @dataclass(frozen=True)
 class Hyperparameter:
     """Stands in a recipe for the value that the state holds under this name."""
 
     name: str
+
+    def __bool__(self) -> bool:
+        """Refuse: whether the value is zero changes from step to step."""
+        raise TypeError(f"`{self.name}` is injected and has no value yet: got it as a condition. Pass it on.")
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -130,9 +136,16 @@ def check_number(value: Any, holds: Callable[[float], bool], rule: str, fix: str
             x.ndim == 0 if isinstance(x, Tensor) else type(x) is not bool and isinstance(x, (int, float)) and holds(x)
         )
         if not fits:
+            came, way = (f"a string, {x!r}", WRITE_A_FLOAT) if isinstance(x, str) else (repr(x), fix)
             raise ValueError(
-                f"{rule} must hold for a number, a 0-dim tensor, a schedule or a tree of those: got {x!r}. {fix}"
+                f"{rule} must hold for a number, a 0-dim tensor, a schedule or a tree of those: got {came}. {way}"
             )
+
+
+def check_no_string(name: str, value: Any) -> None:
+    """Raise `ValueError` for a string in the place of a number; of which size the number is counts nothing."""
+    if isinstance(value, str):
+        raise ValueError(f"`{name}` must be a number: got a string, {value!r}. {WRITE_A_FLOAT}")
 
 
 def check_decay(name: str, value: Any) -> None:

@@ -1,6 +1,5 @@
 """The control group: who hears, before a step, what each member found."""
 
-import re
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,14 +11,14 @@ from torch import Tensor
 
 from gefen_fn import agree
 from gefen_fn.base import GradientTransformation
-from gefen_fn.combine import recipe_of
 from gefen_fn.describe import quantizing
 from gefen_fn.fuse import squares_of
-from gefen_fn.program import opened
 from gefen_fn.scalar import capturing
 from gefen_fn.scope import Scope, back_ends, control_device
 from gefen_fn.shards import mesh_group
 from gefen_fn.tree import StructureError
+from gefen_nn.fingerprint import fingerprint
+from gefen_nn.groups import find_injection
 from gefen_nn.vote import Gradients, record_bytes
 
 Result = TypeVar("Result")
@@ -35,8 +34,8 @@ class Control:
 
     Attributes:
         shared: whether there is a scope, or parameters lie on a mesh; a step is not traced by torch.compile then.
-        transform: a digest of the transform's text, and of whether steps are fused, which send other things where they
-            learn; all members have it in common; 32 bits.
+        transform: a digest of the transform, and of whether steps are fused, which send other things where they learn;
+            all members have it in common; 32 bits.
         parameters: how many the next vote's record has room for.
     """
 
@@ -44,7 +43,8 @@ class Control:
         scopes = [Scope.of(rule["codebook"]) for rule in quantizing(tx).values()]
         self._given = _widest([scope for scope in scopes if scope is not None])
         self.shared = self._given is not None
-        self.transform, self.parameters = zlib.crc32(f"{fused} {_text(tx)}".encode()), 0
+        self.transform = zlib.crc32(bytes([fused]), fingerprint(tx, find_injection(tx).tx))
+        self.parameters = 0
         self._found: Scope | None = None
         self._seen: frozenset[int] = frozenset()
         self._sums = False
@@ -77,14 +77,6 @@ class Control:
     def squares(self, grads: Gradients) -> Tensor | None:
         """A member's squares of a norm, as of `squares_of`; None also if others hold the parameters."""
         return self._squares(grads) if self._sums else None
-
-
-def _text(tx: GradientTransformation) -> str:
-    """A transform as text that members have in common: without addresses, scopes and the values that groups carry."""
-    recipe = recipe_of(tx)
-    whole = tx if recipe.marked is None else opened(recipe)
-    text = recipe.name if whole is None else repr(whole)  # None: a factory that computes with its arguments
-    return re.sub(r" at 0x[0-9a-f]+|Scope\(.*?\)\)", "", text)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's decorator has no types

@@ -386,14 +386,27 @@ def test_codes_made_before_learning_move_with_the_codebook():
     assert torch.equal(apply_updates(p, updates), q) and differing(flatten_state(state), flatten_state(other)) == []
 
 
+COMPUTING = {
+    "product": (lambda lr: gefen(lr * 2), "TypeError: unsupported operand"),
+    "tensor": (lambda lr: gefen(torch.as_tensor(lr) * 2), "RuntimeError: Could not infer dtype of Hyperparameter"),
+    "attribute": (lambda lr: gefen(lr.real), "AttributeError: 'Hyperparameter' object has no attribute 'real'"),
+    "condition": (lambda lr: gefen(lr) if lr else identity(), "TypeError: `lr` is injected and has no value yet"),
+}
+
+
 @pytest.mark.parametrize(
-    "factory",
-    [lambda lr: gefen(lr * 2), lambda lr: gefen(torch.as_tensor(lr) * 2), lambda lr: gefen(lr.real)],
-    ids=["product", "tensor", "attribute"],
+    "wrap", [lambda tx: tx, lambda tx: chain(clip(1.0), masked(tx, True))], ids=["alone", "inside"]
 )
-def test_a_factory_that_computes_with_its_numbers_is_left_to_the_pure_path(factory):
-    tx = inject_hyperparams(factory)(1e-3)
-    assert fuse(tx) is None and describe(tx, torch.ones(64, 300)).fused == ""
+@pytest.mark.parametrize(("factory", "error"), COMPUTING.values(), ids=COMPUTING)
+def test_a_factory_that_computes_with_its_numbers_is_left_to_the_pure_path_and_its_report_says_why(
+    factory, error, wrap
+):
+    tx = wrap(inject_hyperparams(factory)(1e-3))
+    report = describe(tx, torch.ones(64, 300))
+    assert fuse(tx) is None and report.fused == ""
+    assert f"the factory of inject_hyperparams(<lambda>) does more with a number than pass it on, {error}" in str(
+        report
+    )
 
 
 def test_another_default_device_changes_nothing():
