@@ -106,6 +106,7 @@ class Recipe(NamedTuple):
         kwargs: its named arguments.
         marked: of `inject_hyperparams`: builds the inner transform with a `Hyperparameter` in the place of each value.
         inner: likewise: that transform of the values as they were given.
+        needs: extra arguments without which `update` refuses.
     """
 
     name: str
@@ -113,6 +114,7 @@ class Recipe(NamedTuple):
     kwargs: Mapping[str, Any] = {}
     marked: Callable[[], GradientTransformation] | None = None
     inner: GradientTransformation | None = None
+    needs: tuple[str, ...] = ()
 
 
 def made(recipe: Recipe, init: InitFn, update: UpdateFn) -> GradientTransformation:

@@ -86,6 +86,7 @@ def clip_by_qk(
         logits = {"layers.0.attention": scores.amax(dim=(0, 2, 3))}  # scores: [batch, heads, queries, keys]
         updates, state = tx.update(grads, state, params, max_logits=logits)
 
+    or, of `TransformOptimizer(model.named_parameters(), tx)`, `optimizer.step(max_logits=logits)`.
     Weights behind which queries and keys are normalised do not limit logits.
 
     Args:
@@ -121,7 +122,7 @@ def clip_by_qk(
         pieces = [None if u is None else piece_of(u) for u in tree_leaves(updates)]
         return map_update(leaf, updates, (), params, each=(kept, pieces))[0], state
 
-    return made(Recipe("clip_by_qk", (threshold, heads), {"key_heads": key_heads}), init, update)
+    return made(Recipe("clip_by_qk", (threshold, heads), {"key_heads": key_heads}, needs=("max_logits",)), init, update)
 
 
 def _logits(extra: Mapping[str, Any]) -> Mapping[str, Tensor]:

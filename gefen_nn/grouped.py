@@ -14,6 +14,7 @@ from gefen_fn.tree import check_floating
 from gefen_nn import groups, state_view
 from gefen_nn.checks import warn_if_slow
 from gefen_nn.control import Control
+from gefen_nn.extras import Extras
 from gefen_nn.kept import Kept
 from gefen_nn.offload import Host, placed
 
@@ -44,7 +45,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._keys = self.keys or groups.group_keys(injection.tx)
         self._rebuild = getattr(injection.tx.update, "rebuild", dict)
         self._checked: list[dict[str, Any]] = []
-        self._control = Control(tx, self._fused is not None)
+        self._control, self._extras = Control(tx, self._fused is not None), Extras.of(tx)
         self._ready = False
         super().__init__(params, {**groups.group_defaults(injection.tx, self._keys, self.block), **self._start})
         self._accept()

@@ -34,6 +34,8 @@ class TransformOptimizer(GroupedOptimizer):
     carry none, and a scheduler's access raises and names the fix: to inject around the whole, as in
     `inject_hyperparams(lambda learning_rate: chain(clip_by_global_norm(1.0), gefen(learning_rate)))(1e-3)`.
 
+    Extra arguments of `step` are those of `tx.update`: with `clip_by_qk` in `tx` call `step(max_logits=logits)`.
+
     Args:
         params: parameters, `(name, parameter)` pairs or groups, as torch takes them.
         tx: the transform.
@@ -82,13 +84,15 @@ class TransformOptimizer(GroupedOptimizer):
         self._kept.state, self._host = self._control.together(attempt, self._group(), call), host
         self._fused = None if self._fused is None else fuse(self._tx)  # the old one's plan holds what was moved
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, **extra: Any) -> Any:
         """Update every parameter that has a gradient, each rounded once to its own dtype.
 
         Everything that may be refused is refused before anything changes.
 
         Args:
             closure: re-evaluates the model and returns the loss; called first, with gradients enabled.
+            **extra: passed to the transform, the same on all members: `max_logits` of `clip_by_qk`, and what stages of
+                your own read. A closure may fill a dict that is given here.
 
         Returns:
             What `closure` returned, or None.
@@ -96,34 +100,37 @@ class TransformOptimizer(GroupedOptimizer):
         Raises:
             StructureError: for a gradient that is sparse, complex or of another shape.
             ValueError: for a group's value that is no number or out of range; tensors are not read, and a compiled step
-                does not check.
+                does not check; if an extra argument is missing that a stage needs.
+            TypeError: for an extra argument that no stage reads; a stage of your own may read any.
             RuntimeError: for a non-finite gradient, if `error_if_nonfinite`; for a captured step that cannot be one; if
                 a step or a load failed while it wrote.
             GroupFailure: for any of these on a member of the group, or if members differ.
         """
         with torch.no_grad():  # as a decorator it would hide the step from torch.compile
-            return untraced(self._step, closure) if self._control.shared else self._step(closure)
+            return untraced(self._step, closure, extra) if self._control.shared else self._step(closure, extra)
 
     step.hooked = True  # type: ignore[attr-defined]  # torch runs the hooks itself unless it finds this
 
-    def _step(self, closure: Callable[[], Any] | None) -> Any:
+    def _step(self, closure: Callable[[], Any] | None, extra: dict[str, Any]) -> Any:
         phases, hooked = Phases(self._group()), type(self).step is TransformOptimizer.step  # else torch ran them
         if hooked:
-            closure = phases.attempt("pre-hooks", lambda: run_pre_hooks(self, closure))
+            given = phases.attempt("pre-hooks", lambda: run_pre_hooks(self, closure, extra))
+            closure, extra = given or (closure, extra)
         loss = phases.attempt("closure", lambda: call(closure))
+        phases.attempt("extra arguments", lambda: self._extras.check(extra))
         params = phases.attempt("structure", self._checked_sync)
         grads = phases.attempt("gradients", lambda: self._gradients(params or {}))
         scaler = phases.attempt("scaler", lambda: Scaler.of(self))
         named = phases.attempt("structure", self._named) or {}
-        agreement = agreed(phases, named, grads, scaler, self._live_state, self._control)
+        agreement = agreed(phases, named, grads, scaler, self._live_state, self._control, extra)
         grads = agreement.grads
         self._kept.skipped = agreement.overflow or all(g is None for g in grads.values())
         if not self._kept.skipped:
             if scaler is not None:
                 scaler.unscale(grads.values())
-            self._kept.state = self._stepped(grads, self._live_state(), params or {}, agreement.known)
+            self._kept.state = self._stepped(grads, self._live_state(), params or {}, {**extra, **agreement.known})
         if hooked:
-            run_post_hooks(self, closure)
+            run_post_hooks(self, closure, extra)
         return loss
 
     def _live_state(self) -> OptState:

@@ -23,11 +23,12 @@ from gefen_fn.quantize import has_codebook
 from gefen_fn.shards import local, placements_of
 from gefen_fn.tree import tree_leaves, tree_map
 from gefen_kernels import reference
+from gefen_nn.extras import digest
 
 Result = TypeVar("Result")
 Table = npt.NDArray[Any]
 
-PHASES = ("", "pre-hooks", "closure", "structure", "gradients", "scaler")
+PHASES = ("", "pre-hooks", "closure", "structure", "gradients", "scaler", "extra arguments")
 _HEAD = np.dtype(
     [
         ("call", f"S{agree.RECORD.size - 1}"),
@@ -102,7 +103,7 @@ class Ballot(NamedTuple):
         filled: whether each has entries here.
         transform: a digest of its text, 32 bits.
         structure: a digest of names, shapes, dtypes and placements, 32 bits.
-        state: a digest of counters and codebooks, 32 bits.
+        state: a digest of counters, codebooks and extra arguments, 32 bits.
         scaler: what a gradient scaler left; None without one.
         squares: the sum of squares of what this member counts of a norm; None if the step needs none, or if who counts
             what is still to be asked, which may be done after the vote alone.
@@ -192,6 +193,7 @@ def agreed(
     scaler: Scaler | None,
     state: Callable[[], Any],
     voter: Voter,
+    extra: Mapping[str, Any],
 ) -> Agreement:
     """Hear all members before a step.
 
@@ -202,13 +204,14 @@ def agreed(
         scaler: what a gradient scaler left.
         state: of the optimizer, whose counters, hyperparameters and codebooks must be the same everywhere.
         voter: of the optimizer.
+        extra: arguments of the step, which must be the same everywhere too.
 
     Raises:
         GroupFailure: as of `Phases.vote`.
     """
     if phases.group is None:
         return Agreement(grads or {}, scaler is not None and scaler.overflow, {})
-    ballot = phases.attempt("gradients", lambda: _ballot(named, grads or {}, scaler, state, voter))
+    ballot = phases.attempt("gradients", lambda: _ballot(named, grads or {}, scaler, state, voter, extra))
     outcome = phases.vote(voter.parameters, ballot)
     voter.parameters = len(named)
     present = dict(zip(named, outcome.present, strict=True))
@@ -223,13 +226,14 @@ def _ballot(
     scaler: Scaler | None,
     state: Callable[[], Any],
     voter: Voter,
+    extra: Mapping[str, Any],
 ) -> Ballot:
     given = [grads.get(name) is not None for name in named]
     filled = [local(p).numel() > 0 for p in named.values()]
     here, group = list(grads.values()), agree.group_of(list(named.values()))
     asked = agree.group_of(here) is group and agree.knows(here, group)
     own = voter.squares(grads) if asked and scaler is None else None  # scaled gradients have another norm
-    digests = voter.transform, structure_digest(named), state_digest(state())
+    digests = voter.transform, structure_digest(named), digest(extra, state_digest(state()))
     return Ballot(list(named), given, filled, *digests, scaler, None if own is None else float(own))
 
 
@@ -273,8 +277,8 @@ class Phases:
         assert ballot is not None  # else this member's own failure was just raised
         _check_equal("transform", heads["transform"], "Build the optimizer with the same arguments on all members.")
         _check_equal("structure", heads["structure"], "Give all members the same parameters, gradients and order.")
-        fix = "Load one checkpoint on all members, and give their groups the same values."
-        _check_equal("set of counters, group values and codebooks", heads["state"], fix)
+        fix = "Load one checkpoint on all members, and give their groups and steps the same values."
+        _check_equal("set of counters, group values, codebooks and extra arguments", heads["state"], fix)
         _check_scalers(heads)
         if len(ballot.names) != room:
             return self.vote(len(ballot.names), ballot)

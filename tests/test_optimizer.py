@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from gefen_fn.accumulate import MultiSteps, apply_if_finite
 from gefen_fn.adam import scale_by_adam
 from gefen_fn.alias import adamw, gefen, sgd
+from gefen_fn.base import GradientTransformation, apply_updates
 from gefen_fn.clip import clip_by_global_norm
 from gefen_fn.combine import chain, named_chain, partition
 from gefen_fn.inject import inject_hyperparams
+from gefen_fn.muon_alias import muon
+from gefen_fn.qk_clip import clip_by_qk
 from gefen_fn.scale import scale
 from gefen_fn.tree import StructureError
 from gefen_nn.optimizer import TransformOptimizer
@@ -299,3 +302,129 @@ def test_a_model_of_matrices_alone_keeps_the_statistics_of_each_with_it(tx):
         own = TransformOptimizer(matrices.named_parameters(), tx).state[p]
         assert own["scale_by_gefen.nu.row"].shape == (len(p), 1)
         assert not [key for key in own if f".{name}" in key]
+
+
+# ---- extra arguments of a step
+
+LOGITS = torch.tensor([4.0, 0.5])
+
+
+def attention(tx) -> tuple[list[nn.Parameter], TransformOptimizer]:
+    """Queries and keys of two heads of 32 rows, with gradients, and their optimizer."""
+    draws = [torch.randn(64, 48, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    params = [nn.Parameter(x.clone()) for x in draws[:2]]
+    for p, g in zip(params, draws[2:], strict=True):
+        p.grad = g
+    return params, TransformOptimizer(zip(("q_proj.weight", "k_proj.weight"), params, strict=True), tx)
+
+
+def ready(tx) -> GradientTransformation:
+    return chain(tx, clip_by_qk(1.0))
+
+
+CLIPPED = {
+    "chain": lambda: ready(muon(0.1)),
+    "injected": lambda: inject_hyperparams(lambda learning_rate: ready(gefen(learning_rate)))(0.1),
+    "named": lambda: named_chain(("step", gefen(0.1)), ("qk", clip_by_qk(1.0))),
+    "MultiSteps": lambda: MultiSteps(ready(gefen(0.1)), 1),
+    "apply_if_finite": lambda: apply_if_finite(ready(adamw(0.1)), 2),
+}
+
+
+@pytest.mark.parametrize("make", CLIPPED.values(), ids=CLIPPED)
+def test_extra_arguments_of_a_step_are_those_of_the_transform(make) -> None:
+    params, optimizer = attention(make())
+    tree = dict(zip(("q_proj.weight", "k_proj.weight"), (p.detach().clone() for p in params), strict=True))
+    grads, tx = {name: p.grad for name, p in zip(tree, params, strict=True)}, make()
+    updates, _ = tx.update(grads, tx.init(tree), tree, max_logits=LOGITS)
+    optimizer.step(max_logits=LOGITS)
+    assert same(bits_of(params), list(apply_updates(tree, updates).values()))
+    plain, other = attention(make())
+    other.step(max_logits=None)
+    assert not torch.equal(plain[0], params[0])
+
+
+def bits_of(params: list[nn.Parameter]) -> list[Tensor]:
+    return [p.detach().clone() for p in params]
+
+
+def scaled_step(optimizer: TransformOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer, max_logits=LOGITS)
+
+
+def scheduled_step(optimizer: TransformOptimizer) -> None:
+    torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    optimizer.step(max_logits=LOGITS)
+
+
+def hooked_step(optimizer: TransformOptimizer) -> None:
+    seen = []
+    optimizer.register_step_pre_hook(lambda own, args, kwargs: (args, {**kwargs, "max_logits": LOGITS}))
+    optimizer.register_step_post_hook(lambda own, args, kwargs: seen.append(kwargs))
+    optimizer.step()
+    assert seen == [{"max_logits": LOGITS}]
+
+
+def closure_step(optimizer: TransformOptimizer) -> None:
+    logits = {}
+    optimizer.step(lambda: logits.update({"": LOGITS}), max_logits=logits)
+
+
+GIVEN = {"a scaler": scaled_step, "a scheduler": scheduled_step, "a pre-hook": hooked_step, "a closure": closure_step}
+
+
+@pytest.mark.parametrize("call", GIVEN.values(), ids=GIVEN)
+def test_extra_arguments_come_through_what_torch_puts_around_a_step(call) -> None:
+    (params, optimizer), (others, other) = (attention(CLIPPED["injected"]()) for _ in range(2))
+    optimizer.step(max_logits=LOGITS)
+    call(other)
+    assert same(bits_of(params), bits_of(others))
+
+
+def needy(updates, state, params=None, *, value, **extra):
+    return updates, state
+
+
+OWN = GradientTransformation(lambda params: (), needy)
+ILL_GIVEN = {
+    "missing": (ready(gefen(0.1)), {}, ValueError, "got none, and clip_by_qk reads `max_logits`"),
+    "misspelt": (ready(gefen(0.1)), {"max_logit": LOGITS}, ValueError, "got `max_logit`, and clip_by_qk reads"),
+    "missing for an own stage": (chain(OWN, sgd(0.1)), {"loss": 1.0}, ValueError, "a stage of your own reads `value`"),
+    "missing inside": (MultiSteps(ready(gefen(0.1)), 2), {}, ValueError, "clip_by_qk reads `max_logits`"),
+    "one too many": (
+        ready(gefen(0.1)),
+        {"max_logits": LOGITS, "loss": 1.0},
+        TypeError,
+        "got `max_logits`, `loss`, and stages that read `max_logits`",
+    ),
+    "read by none": (gefen(0.1), {"max_logits": LOGITS}, TypeError, "got `max_logits`, and stages that read none"),
+}
+
+
+@pytest.mark.parametrize(("tx", "extra", "error", "text"), ILL_GIVEN.values(), ids=ILL_GIVEN)
+def test_a_step_without_what_a_stage_reads_or_with_what_none_does_changes_nothing(tx, extra, error, text) -> None:
+    params, optimizer = attention(tx)
+    before = bits_of(params) + [x.clone() for x in flat(optimizer)]
+    with pytest.raises(error, match=text):
+        optimizer.step(**extra)
+    assert same(before, bits_of(params) + list(flat(optimizer)))
+
+
+def test_a_stage_of_your_own_is_given_every_extra_argument() -> None:
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append(extra)
+        return updates, state
+
+    attention(chain(OWN, GradientTransformation(lambda params: (), update), sgd(0.1)))[1].step(value=1.0, loss=2.0)
+    assert seen == [{"value": 1.0, "loss": 2.0}]
+
+
+def test_a_copy_needs_the_same_extra_arguments() -> None:
+    other = copy.deepcopy(attention(ready(gefen(0.1)))[1])
+    with pytest.raises(ValueError, match="max_logits"):
+        other.step()
+    other.step(max_logits=None)

@@ -19,7 +19,7 @@ def one_process():
 
 def test_the_recipes_run_in_order(monkeypatch, one_process):
     monkeypatch.setattr(torch, "compile", lambda step: step)  # tests/test_compile.py does, and takes its time
-    names = run_page(ROOT / "notebooks" / "recipes.md", count=18, longest=14)
+    names = run_page(ROOT / "notebooks" / "recipes.md", count=19, longest=14)
     assert names["decays"]["0.weight"] and not names["decays"]["1.weight"] and not names["decays"]["0.bias"]
     assert names["every_fourth"].state_tree().gradient_step == 1
     assert names["average"].n_averaged == 1 and names["saved"].keys() == dict(names["model"].named_parameters()).keys()

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from gefen_fn import Block, Factored, chain, clip_by_global_norm, gefen
+from gefen_fn import Block, Factored, HeadRows, QKHeads, chain, clip_by_global_norm, clip_by_qk, gefen
 from gefen_nn import Gefen, GefenMuon, GroupFailure, TransformOptimizer, offload, restore
 from tests.distributed.adapter import build, give_gradients
 from tests.distributed.scoped import scope_of
+from tests.distributed.training import whole
 
 BAD = 1  # the member that fails
 PLAIN = {"scoped": Gefen, "scoped hybrid": GefenMuon}
@@ -217,6 +218,38 @@ def step_at_another_rate(rank: int, sides: tuple[int, ...]) -> tuple[str, bool]:
     except GroupFailure as error:
         return str(error), scene.bits() == before
     return "none", False
+
+
+LOGITS = {"up": torch.tensor([0.5, 4.0, 1.0, 8.0, float("nan")])}
+OTHERS: dict[str, dict[str, Any]] = {
+    "missing": {},
+    "misspelt": {"max_logit": LOGITS},
+    "one too many": {"max_logits": LOGITS, "loss": 1.0},
+    "nothing measured": {"max_logits": None},
+    "other values": {"max_logits": {"up": 2 * LOGITS["up"]}},
+    "another form": {"max_logits": LOGITS["up"]},
+}
+
+
+def step_with_extras(rank: int, sides: tuple[int, ...]) -> tuple[list[tuple[str, str, bool]], bool]:
+    """What comes of other extra arguments on one member, and whether the same ones step as one process does."""
+    stepped = []
+    told: list[tuple[str, str, bool]] = []
+    for mesh in (sides, None):
+        model = build(mesh)[0]
+        heads = {name: None for name, _ in model.named_parameters()}
+        tx = chain(gefen(1e-2), clip_by_qk(1.0, {**heads, "up.weight": QKHeads("up", query=HeadRows(60))}))
+        optimizer = TransformOptimizer(model.named_parameters(), tx)
+        give_gradients(model, 1)
+        before = [raw(p) for p in model.parameters()]
+        for name, extra in {} if mesh is None else OTHERS.items():
+            try:
+                optimizer.step(**(extra if rank == BAD else {"max_logits": LOGITS}))
+            except GroupFailure as error:
+                told.append((name, str(error), before == [raw(p) for p in model.parameters()]))
+        optimizer.step(max_logits=LOGITS)
+        stepped.append([whole(p.detach()) for p in model.parameters()])
+    return told, all(torch.equal(x, y) for x, y in zip(*stepped, strict=True))
 
 
 CALLS: dict[str, Callable[[Scene], None]] = {

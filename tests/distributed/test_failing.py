@@ -9,12 +9,14 @@ from tests.distributed.failing import (
     BUILT,
     CALLS,
     FAULTS,
+    OTHERS,
     PLAIN,
     build_differently,
     call_alone,
     fail,
     scaled_together,
     step_at_another_rate,
+    step_with_extras,
 )
 
 WORDS = {
@@ -47,6 +49,14 @@ def test_27_28_members_that_agree_skip_or_unscale_once(pools, overflow):
 def test_members_with_other_learning_rates_are_told_before_a_step(pools):
     for text, unchanged in pools(2).run(step_at_another_rate, (2,)):
         assert unchanged and "group values" in text
+
+
+def test_members_that_give_a_step_other_extra_arguments_are_told_and_the_same_ones_step_as_one_process(pools):
+    for told, as_one in pools(2).run(step_with_extras, (2,)):
+        assert as_one and [name for name, _, unchanged in told if unchanged] == list(OTHERS)
+        texts = {name: text for name, text, _ in told}
+        assert all(f"failure in extra arguments on member {BAD}" in texts[name] for name in list(OTHERS)[:3])
+        assert all("codebooks and extra arguments" in texts[name] for name in list(OTHERS)[3:])
 
 
 @pytest.mark.parametrize("what", BUILT)
