@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gefen_fn.exchange import Later, finish
-from gefen_fn.scalar import Scalar, check_state, exact, rounded, wide_dtype
-from gefen_fn.tree import StructureError, Tree, check_floating, tree_leaves, tree_map, tree_parts
+from gefen_fn.scalar import Scalar, check_no_string, check_state, exact, rounded, wide_dtype
+from gefen_fn.tree import StructureError, Tree, check_floating, check_tensors, tree_leaves, tree_map, tree_parts
 
 Params = Tree
 Updates = Tree
@@ -267,7 +267,12 @@ def set_to_zero() -> GradientTransformation:
         >>> tx.update(grads, tx.init(grads))[0]
         {'w': tensor([-0.1000, -0.1000]), 'b': tensor([0., 0.])}
     """
-    return _stateless(lambda updates, params: tree_map(torch.zeros_like, updates), Recipe("set_to_zero"))
+
+    def zeros(updates: Updates, params: Params | None) -> Updates:
+        check_tensors(updates)
+        return tree_map(torch.zeros_like, updates)
+
+    return _stateless(zeros, Recipe("set_to_zero"))
 
 
 def add_rounded(p: Tensor, u: Tensor) -> Tensor:
@@ -313,12 +318,14 @@ def incremental_update(new_tensors: Params, old_tensors: Params, step_size: Scal
 
     Raises:
         StructureError: if the trees or the shapes of two leaves differ.
+        ValueError: if `step_size` is a string.
 
     Example:
         >>> average, params = {"w": torch.tensor(0.0)}, {"w": torch.tensor(1.0)}
         >>> incremental_update(params, average, step_size=0.25)
         {'w': tensor(0.2500)}
     """
+    check_no_string("step_size", step_size)
 
     def mix(new: Tensor, old: Tensor) -> Tensor:
         check_floating(old, new)

@@ -52,8 +52,15 @@ Blocks = int | Tree | FlatBlocks
 
 
 def lengths_in(block: Blocks) -> Any:
-    """The length or tree of lengths, whatever the blocks run over."""
-    return block.tree if isinstance(block, FlatBlocks) else block
+    """The length or tree of lengths, whatever the blocks run over.
+
+    Raises:
+        ValueError: for a string, which would be taken for a tree.
+    """
+    lengths = block.tree if isinstance(block, FlatBlocks) else block
+    if isinstance(lengths, str):
+        check_block(lengths)
+    return lengths
 
 
 @dataclass(frozen=True)

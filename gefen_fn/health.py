@@ -10,7 +10,7 @@ from torch import Tensor
 from gefen_fn.base import OptState, Updates
 from gefen_fn.quantize import has_codebook
 from gefen_fn.shards import local
-from gefen_fn.tree import readable, tree_leaves, tree_map, tree_paths
+from gefen_fn.tree import check_tensors, readable, tree_leaves, tree_map, tree_paths
 
 
 class LeafHealth(NamedTuple):
@@ -46,6 +46,9 @@ def health(state: OptState, updates: Updates | None = None) -> dict[str, LeafHea
     Returns:
         By the leaf's path; the leaves that have codes, and those of `updates`.
 
+    Raises:
+        StructureError: for a module or an optimizer in the place of a tree.
+
     Example:
         >>> tx, params = gefen(1e-3), {"w": torch.randn(64, 64)}
         >>> updates, state = tx.update(params, tx.init(params), params)
@@ -53,6 +56,8 @@ def health(state: OptState, updates: Updates | None = None) -> dict[str, LeafHea
         >>> float(found.empty_blocks), bool(found.at_ends >= 1 / 64)
         (0.0, True)
     """
+    check_tensors(state, int, float)
+    check_tensors(updates)
     found = dict(_moments(state))
     paths = () if updates is None else zip(tree_paths(updates), tree_leaves(updates), strict=True)
     for path, u in paths:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gefen_fn.base import OptState
 from gefen_fn.shards import like_piece, local
-from gefen_fn.tree import tree_leaves, tree_map
+from gefen_fn.tree import check_tensors, tree_leaves, tree_map
 
 
 def move_state(state: OptState, device: str | torch.device) -> OptState:
@@ -21,12 +21,16 @@ def move_state(state: OptState, device: str | torch.device) -> OptState:
         state: of any transform; it is not changed.
         device: to the CPU from a GPU goes into pinned memory, from where copies need not be waited for.
 
+    Raises:
+        StructureError: for a module or an optimizer in the place of a state.
+
     Example:
         >>> state = scale_by_adam().init(torch.zeros(3))
         >>> there = move_state(state, "meta")
         >>> there.mu.device.type, there.count.device.type
         ('meta', 'cpu')
     """
+    check_tensors(state, int, float)
     moved = tree_map(lambda x: begin_move(x, device) if isinstance(x, Tensor) and x.ndim else x, state)
     finish_moves([*tree_leaves(state), *tree_leaves(moved)])
     return moved

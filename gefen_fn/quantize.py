@@ -9,7 +9,7 @@ from torch import Tensor
 from gefen_fn import agree
 from gefen_fn.blocks import DEFAULT_BLOCK, Blocks, LeafLayout, check_block, layout_list, layouts, lengths_in
 from gefen_fn.shards import like_piece, local, zeros_placed
-from gefen_fn.tree import StructureError, Tree, broadcast, check_leaves, tree_leaves, tree_map
+from gefen_fn.tree import StructureError, Tree, broadcast, check_leaves, check_tensors, tree_leaves, tree_map
 from gefen_kernels import reference
 
 LEVELS = 256
@@ -121,6 +121,10 @@ def requantize(q: Tree, old: Tensor, new: Tensor, *, block: Blocks = DEFAULT_BLO
         new: the codebook to move to.
         block: as in `quantize`; only checked, because scales stay where they are.
 
+    Raises:
+        StructureError: if the trees do not fit.
+        ValueError: if `new` is no codebook.
+
     Example:
         >>> x, old = torch.randn(64, 256) ** 3, default_codebook()
         >>> new = learn_codebook(gradient_histogram(x))
@@ -144,6 +148,7 @@ def _map_quantized(f: Callable[[Quantized, int], Any], q: Tree, block: Blocks) -
 
     def leaf(x: Any, length: Any) -> Any:
         if not isinstance(x, Quantized):
+            check_tensors(x, int, float)
             return x
         check_block(length)
         return f(x, length)

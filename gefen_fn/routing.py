@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from gefen_fn.base import Params
 from gefen_fn.spec import MatrixAxes, Spec, not_muon_reason, spec_of
-from gefen_fn.tree import Tree, readable, tree_leaves, tree_paths, tree_structure, tree_unflatten
+from gefen_fn.tree import Tree, check_tensors, readable, tree_leaves, tree_paths, tree_structure, tree_unflatten
 
 MUON = "muon"
 _EMBEDDING = re.compile(r"embed|(^|_)(wte|wpe|emb)\d*(_|$)", re.IGNORECASE)
@@ -53,7 +53,11 @@ def muon_reasons(params: Params, spec: Spec = None) -> list[str | None]:
     Args:
         params: the parameters; only paths and shapes are read.
         spec: as of `scale_by_muon`; a leaf that a tree of specs names is Muon's.
+
+    Raises:
+        StructureError: if a leaf is no tensor, as a module is none.
     """
+    check_tensors(params)
     one_for_all = spec is None or isinstance(spec, MatrixAxes)
     named: Sequence[MatrixAxes | None] = (
         [None] * len(tree_leaves(params)) if one_for_all else spec_of(spec, params, None)
@@ -75,6 +79,9 @@ def muon_labels(params: Params, backup: str = "gefen", spec: Spec = None) -> Tre
 
     Returns:
         A tree of labels like `params`.
+
+    Raises:
+        StructureError: if a leaf is no tensor, as a module is none.
 
     Example:
         >>> layer = {"weight": torch.ones(64, 64), "bias": torch.ones(64)}

@@ -44,6 +44,7 @@ from gefen_fn.tree import (
     Tree,
     check_floating,
     check_leaves,
+    check_tensors,
     map_update,
     tree_leaves,
     tree_map,
@@ -91,6 +92,7 @@ def by_scalar(
     """
 
     def init(params: Params) -> OptState:
+        check_tensors(params)
         agree.make_groups(tree_leaves(params))  # a rule may add over all members
         return ScaleByScheduleState(new_count()) if is_schedule(value) else EmptyState()
 
@@ -349,6 +351,7 @@ def zero_nans() -> GradientTransformation:
     """
 
     def init(params: Params) -> ZeroNansState:
+        check_tensors(params)
         agree.make_groups(tree_leaves(params))
         return ZeroNansState(tree_map(lambda p: torch.zeros((), dtype=torch.bool, device=p.device), params))
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import Schedule
-from gefen_fn.scalar import Scalar
+from gefen_fn.scalar import Scalar, check_no_string
 
 
 def _on_counts(name: str, f: Callable[[Tensor], Tensor]) -> Schedule:
@@ -33,6 +33,11 @@ def _check_steps(name: str, steps: float, low: int) -> None:
         raise ValueError(f"{name} >= {low} must hold: got {steps!r}. Count steps of the optimizer, warm-up included.")
 
 
+def _check_values(**values: Any) -> None:
+    for name, value in values.items():
+        check_no_string(name, value)
+
+
 def constant_schedule(value: Scalar) -> Schedule:
     """`value` at every count.
 
@@ -42,6 +47,7 @@ def constant_schedule(value: Scalar) -> Schedule:
         >>> schedule(5), schedule(500)
         (0.0005, 0.001)
     """
+    check_no_string("value", value)
     return _on_counts("constant_schedule", lambda count: torch.zeros_like(count) + value)
 
 
@@ -80,6 +86,7 @@ def polynomial_schedule(
     """
     _check_steps("transition_steps", transition_steps, 0)
     _check_steps("transition_begin", transition_begin, 0)
+    _check_values(init_value=init_value, end_value=end_value, power=power)
     if transition_steps == 0:
         return constant_schedule(init_value)
 
@@ -110,6 +117,7 @@ def cosine_decay_schedule(
         [1.0, 0.55, 0.1, 0.1]
     """
     _check_steps("decay_steps", decay_steps, 1)
+    _check_values(init_value=init_value, alpha=alpha, exponent=exponent)
 
     def value(count: Tensor) -> Tensor:
         cosine = 0.5 * (1.0 + torch.cos(math.pi * torch.clamp(count, max=decay_steps) / decay_steps))
@@ -147,6 +155,7 @@ def exponential_decay(
     """
     _check_steps("transition_steps", transition_steps, 0)
     _check_steps("transition_begin", transition_begin, 0)
+    _check_values(init_value=init_value, decay_rate=decay_rate, end_value=end_value)
     if not decay_rate >= 0:
         raise ValueError(f"decay_rate >= 0 must hold: got {decay_rate!r}. A rate below 1 decays.")
     if transition_steps == 0 or decay_rate == 0:
@@ -179,6 +188,8 @@ def piecewise_constant_schedule(
         [1.0, 0.5, 0.25]
     """
     steps = sorted((boundaries_and_scales or {}).items())
+    for x in (init_value, *(x for pair in steps for x in pair)):
+        check_no_string("init_value, boundaries_and_scales", x)
     if any(not scale >= 0 for _, scale in steps):
         raise ValueError(f"Scales must be >= 0: got {steps}. They multiply the value; 0.1 divides it by ten.")
 
@@ -208,6 +219,8 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         >>> [round(schedule(torch.tensor(count)).item(), 2) for count in (5, 10, 15)]
         [0.5, 1.0, 0.5]
     """
+    for boundary in boundaries:
+        check_no_string("boundaries", boundary)
     starts = [0, *boundaries]
     if not all(map(callable, schedules)):
         kinds = [type(f).__name__ for f in schedules]
@@ -262,6 +275,8 @@ def warmup_cosine_decay_schedule(
         [0.0, 0.0005, 0.001, 0.0005, 0.0]
         >>> tx = gefen(schedule)
     """
+    _check_steps("warmup_steps", warmup_steps, 0)
+    _check_values(decay_steps=decay_steps, peak_value=peak_value, end_value=end_value)
     if not decay_steps > warmup_steps:
         raise ValueError(
             f"decay_steps > warmup_steps must hold: got {decay_steps!r} and {warmup_steps!r}. "

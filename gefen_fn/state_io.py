@@ -12,6 +12,7 @@ from gefen_fn.quantize import check_codebooks
 from gefen_fn.tree import (
     StructureError,
     Tree,
+    check_tensors,
     how_to_pass,
     list_names,
     tree_leaves,
@@ -69,12 +70,17 @@ class NamesReport(NamedTuple):
 def compare_names(flat: Mapping[str, Tensor], like: OptState) -> NamesReport:
     """What `unflatten_state(flat, like, strict=False)` would keep of `like`, and leave out of `flat`.
 
+    Raises:
+        TypeError: if `flat` is no dictionary, or `like` holds something else than tensors.
+
     Example:
         >>> old = flatten_state(adam(1e-3).init({"w": torch.ones(2)}))
         >>> report = compare_names(old, lion(1e-4).init({"w": torch.ones(2)}))
         >>> report.missing
         ('scale_by_lion.mu.w',)
     """
+    if not isinstance(flat, Mapping):
+        raise TypeError(f"`flat` must be a dict of tensors: got {type(flat).__name__}. Pass what flatten_state gave.")
     wanted = flatten_state(like)
     return NamesReport(tuple(sorted(wanted.keys() - flat.keys())), tuple(sorted(flat.keys() - wanted.keys())))
 
@@ -90,6 +96,7 @@ def unflatten_state(flat: Mapping[str, Tensor], like: OptState, *, strict: bool 
 
     Raises:
         StructureError: if names, shapes or dtypes differ, or if codes would stand beside another codebook.
+        TypeError: if `flat` is no dictionary, or `like` holds something else than tensors.
 
     Example:
         >>> tx, params = gefen(1e-3), {"w": torch.ones(64, 64)}
@@ -124,6 +131,7 @@ def tree_get(state: OptState, key: str, default: Any = None, filtering: Filter |
 
     Raises:
         KeyError: if more than one part matches.
+        StructureError: for a module or an optimizer in the place of a state.
 
     Example:
         >>> state = inject_hyperparams(adam)(1e-3).init({"w": torch.ones(2)})
@@ -132,6 +140,7 @@ def tree_get(state: OptState, key: str, default: Any = None, filtering: Filter |
         >>> tree_get(state, "mu")
         {'w': tensor([0., 0.])}
     """
+    check_tensors(state, int, float)
     found = [(path, value) for path, value in _named_parts(state, ()) if _matches(key, path, value, filtering)]
     if len(found) > 1:
         paths = [".".join(path) for path, _ in found]
@@ -150,6 +159,7 @@ def tree_set(state: OptState, filtering: Filter | None = None, /, **parts: Any) 
 
     Raises:
         KeyError: if a keyword names no part.
+        StructureError: for a module or an optimizer in the place of a state.
 
     Example:
         >>> state = inject_hyperparams(adam)(1e-3).init(torch.ones(2))
@@ -157,6 +167,7 @@ def tree_set(state: OptState, filtering: Filter | None = None, /, **parts: Any) 
         >>> tree_get(state, "learning_rate").item()
         0.0001
     """
+    check_tensors(state, int, float)
     used: set[str] = set()
     new = _replace_parts(state, (), parts, filtering, used)
     unknown = sorted(parts.keys() - used)
@@ -215,7 +226,8 @@ def _map_leaves(f: Callable[[str, Tensor], Tensor], prefix: str, tree: Tree) -> 
     leaves = tree_leaves(tree)
     for key, leaf in zip(keys, leaves, strict=True):
         if leaf is not None and not isinstance(leaf, Tensor):
-            raise TypeError(f"State must hold tensors: got {type(leaf).__name__} at `{key}`. Make it a 0-dim tensor.")
+            fix = how_to_pass(leaf, "Make it a 0-dim tensor.")
+            raise TypeError(f"State must hold tensors: got {type(leaf).__name__} at `{key}`. {fix}")
     out = [None if leaf is None else f(key, leaf) for key, leaf in zip(keys, leaves, strict=True)]
     return tree_unflatten(tree_structure(tree), out)
 

@@ -29,10 +29,11 @@ def _match(spec: optree.PyTreeSpec, tree: Tree) -> list[Any]:
     try:
         return spec.flatten_up_to(tree)
     except (ValueError, TypeError):  # whose text holds every value of the tree
+        no_tree = filter(None, (how_to_pass(x, "") for x in tree_leaves(tree)))
+        fix = next(no_tree, "Pass updates, state and params in this order, made for the same params.")
         raise StructureError(
             "Trees must have the structure of the first, such as the gradients: got one with "
-            f"{_differences(spec, tree)}. "
-            "Pass updates, state and params in this order, made for the same params."
+            f"{_differences(spec, tree)}. {fix}"
         ) from None
 
 
@@ -248,6 +249,27 @@ def check_leaves(tree: Tree) -> None:
             check_floating(x)
 
 
+def check_tensors(tree: Tree, *others: type) -> None:
+    """Refuse a module, an optimizer or the like in the place of a tree of tensors.
+
+    Args:
+        tree: the tree; `None` leaves pass.
+        *others: what its leaves may be too, such as the numbers that a state holds.
+
+    Raises:
+        StructureError: naming what came, and how to make a tree of it.
+    """
+    for x in tree_leaves(tree):
+        if x is not None and not isinstance(x, others):
+            _check_tensor(x)
+
+
+def _check_tensor(x: Any) -> None:
+    if not isinstance(x, Tensor):
+        fix = how_to_pass(x, "Check the order of the arguments.")
+        raise StructureError(f"Leaves must be tensors or None: got {type(x).__name__}. {fix}")
+
+
 def how_to_pass(x: Any, otherwise: str) -> str:
     """How the user makes a tree of tensors of what is none."""
     if isinstance(x, (nn.Module, Iterator, str)):  # a string, from a list of pairs
@@ -278,11 +300,7 @@ def check_floating(x: Any, like: Any = None) -> None:
     if plain and (like is None or (type(like) in PLAIN and x.shape == like.shape)):
         return
     for leaf in (x,) if like is None else (x, like):
-        if not isinstance(leaf, Tensor):
-            raise StructureError(
-                f"Leaves must be tensors or None: got {type(leaf).__name__}. "
-                + how_to_pass(leaf, "Check the order of the arguments.")
-            )
+        _check_tensor(leaf)
     if x.layout != torch.strided:
         raise StructureError(f"Gradients must be dense: got layout {x.layout}. Use sparse=False, or `.to_dense()`.")
     if not x.is_floating_point():

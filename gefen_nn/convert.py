@@ -17,6 +17,7 @@ from gefen_fn.quantize import gradient_histogram
 from gefen_fn.scope import learns
 from gefen_fn.second_moment import policy_for
 from gefen_nn import groups
+from gefen_nn.dcp import check_ours
 from gefen_nn.errors import CheckpointError
 from gefen_nn.foreign import Foreign, Moments, Source, read_foreign
 from gefen_nn.optimizer import TransformOptimizer
@@ -47,6 +48,7 @@ def convert_state(source_state_dict: Source | Sequence[Source], optimizer: Trans
     Where the source does not name its parameters they go by position, through all groups in turn.
 
     Raises:
+        TypeError: for another package's optimizer.
         CheckpointError: for a state dict of another kind, or names or shapes that do not fit.
         GroupFailure: if another process refuses it.
 
@@ -60,6 +62,7 @@ def convert_state(source_state_dict: Source | Sequence[Source], optimizer: Trans
         >>> optimizer.param_groups[0]["lr"]
         0.0003
     """
+    check_ours(optimizer)
     target, members = optimizer.state_dict(), groups.members(optimizer.param_groups)
     rows = zip(optimizer.param_groups, members, strict=True)
     params = {name: p for group, names in rows for name, p in zip(names, group["params"], strict=True)}

@@ -17,7 +17,7 @@ from gefen_fn.agree import together
 from gefen_fn.base import OptState, Params
 from gefen_fn.describe import quantizing
 from gefen_fn.state_io import flatten_state, unflatten_state
-from gefen_fn.tree import readable, tree_leaves, tree_paths
+from gefen_fn.tree import check_tensors, readable, tree_leaves, tree_paths
 from gefen_nn import groups
 from gefen_nn.checkpoint import LoadReport, checked_codebooks
 from gefen_nn.errors import CheckpointError
@@ -28,6 +28,16 @@ from gefen_nn.state_view import Slot
 
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
 _RULES = ("second_moment", "block", "quantize", "b2_warmup", "convention")
+
+
+def check_ours(optimizer: Any) -> None:
+    """Raise `TypeError` for another package's optimizer, or what is none."""
+    if not isinstance(optimizer, TransformOptimizer):
+        raise TypeError(
+            f"The optimizer must be one of gefen_nn: got {type(optimizer).__module__}.{type(optimizer).__name__}. "
+            "A wrapper may hold yours as its `optimizer`, or have built another in its place: pass your own, and "
+            "see that it is the one that steps."
+        )
 
 
 class OptimizerState:
@@ -55,12 +65,7 @@ class OptimizerState:
     """
 
     def __init__(self, optimizer: TransformOptimizer) -> None:
-        if not isinstance(optimizer, TransformOptimizer):
-            raise TypeError(
-                f"The optimizer must be one of gefen_nn: got {type(optimizer).__module__}.{type(optimizer).__name__}. "
-                "A wrapper may hold yours as its `optimizer`, or have built another in its place: pass your own, and "
-                "see that it is the one that steps."
-            )
+        check_ours(optimizer)
         if not all("param_names" in group for group in optimizer.param_groups):
             raise ValueError(
                 f"A checkpoint knows parameters by name: got a {type(optimizer).__name__} built without. "
@@ -111,6 +116,10 @@ class StateTree:
     Attributes:
         state: the same until something is loaded.
 
+    Raises:
+        TypeError: if the state holds something else than tensors.
+        StructureError: if a leaf of the params is no tensor, as a module is none.
+
     Example:
         >>> tx, params = trace(0.9), {"w": torch.ones(2)}
         >>> _, state = tx.update(params, tx.init(params))
@@ -121,6 +130,8 @@ class StateTree:
     """
 
     def __init__(self, state: OptState, params: Params) -> None:
+        flatten_state(state)  # refuses what is none
+        check_tensors(params)
         self.state = state
         self._params = dict(zip(map(readable, tree_paths(params)), tree_leaves(params), strict=True))
 

@@ -14,6 +14,7 @@ from gefen_fn.shards import is_sharded
 from gefen_fn.spec import matrices
 from gefen_kernels import reference
 from gefen_nn import groups
+from gefen_nn.dcp import check_ours
 from gefen_nn.errors import CheckpointError
 from gefen_nn.foreign import Moments
 from gefen_nn.optimizer import TransformOptimizer
@@ -35,6 +36,7 @@ def adamw_state(optimizer: TransformOptimizer) -> dict[str, Any]:
         What `load_state_dict` of an AdamW over the same parameters in the same order takes.
 
     Raises:
+        TypeError: for another package's optimizer.
         CheckpointError: if parameters are sharded, or no moments are kept.
 
     Example:
@@ -45,6 +47,7 @@ def adamw_state(optimizer: TransformOptimizer) -> dict[str, Any]:
         >>> adamw.param_groups[0]["lr"]
         0.0003
     """
+    check_ours(optimizer)
     moments = dense_moments(optimizer)
     target = torch.optim.AdamW([_group(group) for group in optimizer.param_groups]).state_dict()
     names = [name for member in groups.members(optimizer.param_groups) for name in member]

@@ -11,15 +11,23 @@ from torch import Tensor, nn
 from gefen_fn.base import GradientTransformation, OptState, check_transform
 from gefen_fn.combine import recipe_of
 from gefen_fn.program import Path, at, put
-from gefen_fn.scalar import scalar_on
+from gefen_fn.scalar import WRITE_A_FLOAT, scalar_on
 from gefen_fn.tree import StructureError
 
 FORMAT_VERSION = 1
 FIXED_KEYS = ("format_version", "block")
 Keys = Mapping[str, tuple[str, ...]]  # from group key to the hyperparameters it holds: {"betas": ("b1", "b2")}
 _TORCH_NAMES = {"learning_rate": "lr"}
-_NAMES = "lr learning_rate betas beta1 beta2 b1 b2 eps weight_decay momentum dampening nesterov decay amsgrad maximize"
-_HYPERPARAMETERS = frozenset(_NAMES.split())
+_NAMES = "lr betas eps weight_decay momentum dampening nesterov decay amsgrad maximize"
+_ELSEWHERE = {  # as other libraries and scripts call them
+    "lr": "learning_rate learningrate learn_rate lrate",
+    "betas": "beta1 beta2 beta_1 beta_2 b1 b2",
+    "eps": "epsilon",
+    "weight_decay": "wd weight_decay_rate",
+    "momentum": "mom",
+}
+_MEANT = {other: ours for ours, others in _ELSEWHERE.items() for other in others.split()}
+_HYPERPARAMETERS = frozenset(_NAMES.split()) | set(_MEANT)
 _IDLE: dict[str, tuple[Any, ...]] = {  # what torch's optimizers write into groups, at the values that ask for nothing
     "amsgrad": (False,),
     "maximize": (False,),
@@ -54,7 +62,8 @@ class ExpressionGroup(dict[str, Any]):
 
 
 def _no_such_key(key: str, known: Mapping[str, Any]) -> str:
-    meant = _TORCH_NAMES.get(key) or next(iter(get_close_matches(key.lower(), known, 1, 0.8)), None)
+    close = next(iter(get_close_matches(key.lower(), [*known, *_MEANT], 1, 0.8)), key)
+    meant = _MEANT.get(close, close)
     if meant in known:
         return f"A group key must be one that a step reads: got `{key}`. Did you mean `{meant}`?"
     return (
@@ -179,9 +188,7 @@ def _no_number(key: str, count: int, value: Any) -> str:
     wanted = f"{count} numbers" if count > 1 else "a number or a 0-dim tensor"
     if isinstance(value, str) or (isinstance(value, (tuple, list)) and any(isinstance(x, str) for x in value)):
         came = "a string" if isinstance(value, str) else "strings"
-        return (
-            f"`{key}` must be {wanted}: got {came}, {value!r}. Write a float; YAML reads 1e-3 as a string, 1.0e-3 not."
-        )
+        return f"`{key}` must be {wanted}: got {came}, {value!r}. {WRITE_A_FLOAT}"
     return f"`{key}` must be {wanted}: got {value!r}. Leave it out for the default."
 
 

@@ -1,7 +1,6 @@
 """What cannot work is refused by rule, what came and fix, and nothing changes; NaN and inf gradients never raise."""
 
 import copy
-import dataclasses
 import math
 import re
 
@@ -23,10 +22,10 @@ from gefen_fn import (
     chain,
     clip,
     clip_by_global_norm,
+    constant_schedule,
     cosine_decay_schedule,
     default_codebook,
     dequantize,
-    describe,
     ema,
     find_blocks,
     gefen,
@@ -35,10 +34,13 @@ from gefen_fn import (
     incremental_update,
     inject_hyperparams,
     join_schedules,
+    learn_codebook,
     lion,
     masked,
     named_chain,
+    orthogonalize,
     partition,
+    piecewise_constant_schedule,
     quantize,
     scale,
     scale_by_adam,
@@ -47,13 +49,11 @@ from gefen_fn import (
     scale_by_lion,
     set_to_zero,
     sgd,
-    state_bytes,
     trace,
     unflatten_state,
     zero_nans,
 )
 from gefen_fn.tree import tree_leaves
-from gefen_nn import Gefen
 
 NAN, INF = math.nan, math.inf
 W, B = torch.linspace(-1, 1, 64 * 72).reshape(64, 72), torch.linspace(1, 2, 5)
@@ -109,7 +109,12 @@ FUNCTIONS = {
     "block True": (ValueError, "block", lambda: gefen(0.1, block=True)),
     "flat block 0": (ValueError, "block", lambda: gefen(0.1, block=FlatBlocks(0))),
     "block 0 of one leaf": (ValueError, "block", lambda: gefen(0.1, block={"w": 0, "b": 1}).init(PARAMS)),
-    "block as text": (StructureError, "structure", lambda: gefen(0.1, block="256").init(PARAMS)),
+    "block as text": (ValueError, "`block`", lambda: gefen(0.1, block="256")),
+    "flat block as text": (ValueError, "`block`", lambda: gefen(0.1, block=FlatBlocks("256"))),
+    "quantize with a block as text": (ValueError, "`block`", lambda: quantize(W, default_codebook(), block="256")),
+    "step size as text": (ValueError, "a string, '0.1'", lambda: incremental_update(W, W, "0.1")),
+    "eps as text": (TypeError, "a string, '1e-7'", lambda: orthogonalize(W, eps="1e-7")),
+    "levels as text": (ValueError, "`levels`", lambda: learn_codebook(gradient_histogram(W), levels="16")),
     "blocks of another tree": (StructureError, "structure", lambda: gefen(0.1, block={"w": 256}).init(PARAMS)),
     "tile": (ValueError, "tile", lambda: Factored(tile=(100, 256))),
     "rule": (ValueError, "rule", lambda: find_blocks(PARAMS, rule="variance")),
@@ -180,6 +185,10 @@ FUNCTIONS = {
     "a list to partition": (TypeError, "transforms", lambda: partition([adamw(0.1)], {"w": 0, "b": 0})),
     "label as a list": (ValueError, "label", lambda: run(partition({"a": adamw(0.1)}, {"w": ["a"], "b": "a"}))),
     "a chain without names": (TypeError, "pairs", lambda: named_chain("a", scale(1.0))),
+    "boundary as text": (ValueError, "a string, '5'", lambda: join_schedules([constant_schedule(1.0)] * 2, ["5"])),
+    "factor as text": (ValueError, "a string, '0.1'", lambda: piecewise_constant_schedule(1.0, {5: "0.1"})),
+    "count as text": (ValueError, "a string, '5'", lambda: piecewise_constant_schedule(1.0, {"5": 0.1})),
+    "names of a module": (TypeError, "`flat`", lambda: unflatten_state(nn.Linear(2, 2), trace(0.9).init(W))),
     "steps as text": (ValueError, "decay_steps", lambda: cosine_decay_schedule(1.0, "10")),
     "numbers to join": (TypeError, "functions", lambda: join_schedules([1.0], [])),
     "params left out": (ValueError, "params", lambda: adamw(0.1).update(PARAMS, adamw(0.1).init(PARAMS))),
@@ -199,30 +208,6 @@ FUNCTIONS = {
     "norm of sparse": (StructureError, "dense", lambda: global_norm({"w": W.to_sparse()})),
     "a number in a state": (StructureError, "tensor", lambda: unflatten_state({"trace.trace": 3}, trace(0.9).init(W))),
 }
-
-
-@dataclasses.dataclass
-class Weights:
-    w: torch.Tensor
-
-
-NET = nn.Linear(72, 64)
-NO_TREES = {
-    "a module": (NET, "dict(module.named_parameters())"),
-    "a generator": (NET.parameters(), "dict(module.named_parameters())"),
-    "pairs": (list(NET.named_parameters()), "dict(module.named_parameters())"),
-    "a dataclass": (Weights(W), "optree.register_pytree_node"),
-    "an optimizer": (Gefen(NET.named_parameters()), "optimizer.state_tree()"),
-    "an optimizer of torch": (torch.optim.SGD(NET.parameters()), "optimizer.state"),
-}
-
-
-@pytest.mark.parametrize(("given", "fix"), NO_TREES.values(), ids=NO_TREES)
-def test_what_is_no_tree_of_tensors_is_refused_and_the_way_to_one_named(given, fix):
-    refuse(StructureError, lambda: describe(sgd(0.1), given), fix)
-    refuse(StructureError, lambda: gefen(0.1).init(given), fix)
-    refuse(StructureError, lambda: adamw(0.1).update(given, adamw(0.1).init({}), given), fix)
-    refuse(TypeError, lambda: state_bytes(given), fix)
 
 
 MANY = {f"l{i}.w": B for i in range(9)}

@@ -82,9 +82,9 @@ def default_codebook() -> Tensor:
 
 
 def _check(histogram: Tensor, levels: int) -> None:
-    if levels % 2 or not 4 <= levels <= 256:
+    if not isinstance(levels, int) or levels % 2 or not 4 <= levels <= 256:
         raise ValueError(
-            f"`levels` must be even and from 4 to 256: got {levels}. Use 256 for uint8 codes, 16 for 4 bits"
+            f"`levels` must be even and from 4 to 256: got {levels!r}. Use 256 for uint8 codes, 16 for 4 bits"
         )
     if not isinstance(histogram, Tensor) or histogram.dtype != torch.int64:
         raise TypeError(

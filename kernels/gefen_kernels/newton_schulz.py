@@ -45,7 +45,7 @@ def orthogonalize(
 
     Raises:
         ValueError: if x has fewer than two axes, or `coeffs` or `dtype` is none of those named.
-        TypeError: if x is not of a floating dtype, or `coeffs` neither a name nor triples.
+        TypeError: if x is not of a floating dtype, `coeffs` neither a name nor triples, or `eps` a string.
 
     Example:
         >>> x = torch.randn(8, 64, 32)  # eight matrices
@@ -55,6 +55,8 @@ def orthogonalize(
         >>> bool(torch.linalg.svdvals(y.float()).sub(1).abs().max() < 0.4)
         True
     """
+    if isinstance(eps, str):
+        raise TypeError(f"`eps` must be a number: got a string, {eps!r}. Write a float.")
     return orthogonalize_many([x], coeffs=coeffs, eps=eps, dtype=dtype)[0]
 
 
