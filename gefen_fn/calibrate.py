@@ -42,6 +42,12 @@ def calibrate(tx: GradientTransformation, grads: Updates, state: OptState, param
 
     Raises:
         StructureError: if gradients and state do not fit.
+
+    Example:
+        >>> tx, grads = gefen(1e-3), {"w": torch.randn(64, 64)}
+        >>> state = calibrate(tx, grads, tx.init(grads), grads)
+        >>> bool(tree_get(state, "learned")), int(tree_get(state, "count")["w"])
+        (True, 0)
     """
     with torch.no_grad():
         stepped = tx.update(grads, _end_accumulation(state), params, max_logits=None)[1]
@@ -65,6 +71,13 @@ def refresh(tx: GradientTransformation, grads: Updates, state: OptState, params:
 
     Raises:
         StructureError: if gradients and state do not fit.
+
+    Example:
+        >>> tx, grads = scale_by_gefen(), torch.randn(64, 64)
+        >>> _, state = tx.update(grads, tx.init(grads))
+        >>> new = refresh(tx, grads**3, state)  # gradients have become heavier at the ends
+        >>> torch.equal(new.codebook, state.codebook), torch.equal(new.mu.absmax, state.mu.absmax)
+        (False, True)
     """
     unlearned = _map_codebooks(lambda s, _: s._replace(learned=torch.zeros_like(s.learned)), state, state)
     return _map_codebooks(_move_codes, state, calibrate(tx, grads, unlearned, params))

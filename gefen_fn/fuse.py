@@ -216,6 +216,12 @@ def fuse(tx: GradientTransformation) -> FusedStep | None:
     Recognised are the expressions of `gefen_fn.program`, `MultiSteps` and `apply_if_finite` around what is recognised,
     and chains that end in it. The step is called as `step(grads, state, params, **extra) -> state`; printed, it says
     which stages are fused.
+
+    Example:
+        >>> print(fuse(chain(clip_by_global_norm(1.0), gefen(1e-3))))
+        clip_by_global_norm + scale_by_gefen + add_decayed_weights + scale_by_learning_rate
+        >>> fuse(chain(clip(1.0), sgd(1e-3))) is None
+        True
     """
     recipe, program = getattr(tx.update, "recipe", None), recognise(tx)
     if program is not None:

@@ -30,6 +30,10 @@ class HeadRows:
         size: rows of a head.
         first: the first row of the first head.
         stride: rows from one head to the next; `size` if None.
+
+    Example:
+        >>> HeadRows(size=2, first=4, stride=6).index(heads=2, device="cpu")
+        tensor([ 4,  5, 10, 11])
     """
 
     size: int
@@ -58,6 +62,11 @@ class QKHeads:
         rotary: rows of the query heads whose key is one for all heads and stays, as in multi-head latent attention.
         shared: how many query heads in turn have one key head.
         axis: the axis of the rows: 1 for a weight stored as `[in, out]`.
+
+    Example:
+        >>> rows = HeadRows(size=64)  # one head after the other
+        >>> heads = {"wq": QKHeads("attention", query=rows), "wk": QKHeads("attention", key=rows), "wo": None}
+        >>> tx = clip_by_qk(100.0, heads)
     """
 
     layer: str
@@ -80,14 +89,9 @@ def clip_by_qk(
     and key weights by its root each. A key head that several query heads share takes the root of the smallest of their
     factors, and each query head what is left of its own, so that no other head's logits change. It stands last in a
     chain, behind the learning rate: its updates make `params + updates` the clipped weights. The largest logits, over
-    all processes, are an extra argument of each update:
-
-        tx = chain(gefen_muon(3e-4), clip_by_qk(100.0))
-        logits = {"layers.0.attention": scores.amax(dim=(0, 2, 3))}  # scores: [batch, heads, queries, keys]
-        updates, state = tx.update(grads, state, params, max_logits=logits)
-
-    or, of `TransformOptimizer(model.named_parameters(), tx)`, `optimizer.step(max_logits=logits)`.
-    Weights behind which queries and keys are normalised do not limit logits.
+    all processes, are the extra argument `max_logits` of each update, or, of
+    `TransformOptimizer(model.named_parameters(), tx)`, of `optimizer.step(max_logits=logits)`. Weights behind which
+    queries and keys are normalised do not limit logits.
 
     Args:
         threshold: above 0; a number or a 0-dim tensor.
@@ -100,6 +104,14 @@ def clip_by_qk(
         ValueError: if the threshold is not above 0; from `update`, without params or `max_logits`, which may be None
             where nothing was measured.
         StructureError: from `update`, if heads or logits do not fit the leaves.
+
+    Example:
+        >>> params = {"attention.q_proj": torch.ones(4, 8), "attention.k_proj": torch.ones(4, 8)}  # 2 heads of 2 rows
+        >>> tx, grads = chain(sgd(0.1), clip_by_qk(100.0)), tree_map(torch.zeros_like, params)
+        >>> logits = {"attention": torch.tensor([400.0, 50.0])}  # the largest of each head
+        >>> updates, state = tx.update(grads, tx.init(params), params, max_logits=logits)
+        >>> apply_updates(params, updates)["attention.q_proj"][:, 0]
+        tensor([0.5000, 0.5000, 1.0000, 1.0000])
     """
     check_positive("threshold", threshold)
 

@@ -99,6 +99,15 @@ def lr_find(
     Raises:
         WrongArgumentError: for numbers out of range, or an unknown optimizer.
         ValueError: if a task makes no `Run`, or no run ends with a finite loss.
+
+    Example:
+        >>> def task(seed):
+        ...     torch.manual_seed(seed)
+        ...     model, x = nn.Linear(8, 1), torch.randn(32, 8)
+        ...     return Run(model, lambda: (model(x) - x.sum(1, True)).square().mean())
+        >>> report = lr_find(task, "adamw", range_steps=30, steps=10, runs=4)  # print it for a table
+        >>> len(report.sweep), 1e-6 <= report.suggestion <= 1.0
+        (4, True)
     """
     _check(low, high, range_steps, steps, runs)
     build = build_named(optimizer) if isinstance(optimizer, str) else optimizer

@@ -51,6 +51,13 @@ class Muon(Preset):
 
     Raises:
         ValueError: for a value out of range, or a parameter that is no matrix, naming it.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        >>> weights = [(name, p) for name, p in model.named_parameters() if p.ndim == 2]
+        >>> optimizer = Muon(weights, lr=0.02, adjust_lr_fn="match_rms_adamw")
+        >>> optimizer.param_groups[0]["param_names"]
+        ['0.weight', '1.weight']
     """
 
     keys: ClassVar[groups.Keys] = {
@@ -161,6 +168,12 @@ class GefenMuon(Preset):
     Raises:
         TypeError: for parameters without names.
         ValueError: for a value out of range, a rule that is none or does not fit, or if no parameter is Muon's.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 64))
+        >>> optimizer = GefenMuon(model, lr=1e-3, muon_lr=2e-3)
+        >>> [(group["rule"], group["param_names"], group["lr"]) for group in optimizer.param_groups]
+        [('muon', ['1.weight'], 0.002), ('gefen', ['0.weight', '1.bias'], 0.001)]
     """
 
     keys: ClassVar[groups.Keys] = {

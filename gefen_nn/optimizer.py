@@ -50,6 +50,12 @@ class TransformOptimizer(GroupedOptimizer):
         TypeError: if `tx` is not a transform, or `params` is a module.
         ValueError: for a parameter or name given twice, a group key that no step would read, or a value out of range.
         StructureError: for a parameter that is not a dense floating-point tensor.
+
+    Example:
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = TransformOptimizer(model.named_parameters(), inject_hyperparams(lion)(1e-4, weight_decay=0.1))
+        >>> sorted(key for key in optimizer.param_groups[0] if key in ("lr", "b1", "b2", "weight_decay"))
+        ['b1', 'b2', 'lr', 'weight_decay']
     """
 
     @property

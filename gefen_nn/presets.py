@@ -77,6 +77,14 @@ class Gefen(Preset):
 
     Raises:
         ValueError: for a value out of range, or an argument that is refused.
+
+    Example:
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = Gefen(model.named_parameters(), lr=1e-3, weight_decay=0.1)
+        >>> model(torch.ones(8, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[model.weight]["scale_by_gefen.mu.codes"].dtype
+        torch.uint8
     """
 
     keys: ClassVar[groups.Keys] = {

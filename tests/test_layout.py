@@ -4,6 +4,7 @@ import ast
 import doctest
 import importlib
 import importlib.util
+import inspect
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,10 @@ MAY_IMPORT = {
     "gefen_nn": {"gefen_kernels", "gefen_fn", "gefen_nn"},
 }
 SOURCES = [(package, path) for package, folder in PACKAGES.items() for path in sorted(folder.glob("*.py"))]
+WITHOUT_EXAMPLE = {
+    "Scope": "needs a process group; notebooks/processes.md has one",
+    "Step": "called by gefen_nn alone",
+}
 LONGEST_FUNCTION = 60
 LONGEST_FILE = 400
 
@@ -110,6 +115,18 @@ def test_the_overview_runs_and_names_what_is_public(module):
     functions = [name for name in module.__all__ if name.islower() or module is gefen_nn]
     assert [name for name in functions if f"`{name}`" not in module.__doc__] == []
     assert len(module.__doc__.splitlines()) <= 40
+
+
+def is_called(x):
+    """Whether a public name is a function or class that users call: named tuples and errors come from others."""
+    is_ours = getattr(x, "__module__", "").startswith("gefen")
+    return is_ours and (inspect.isfunction(x) or (inspect.isclass(x) and not issubclass(x, (tuple, Exception))))
+
+
+def test_what_users_call_has_an_example():
+    named = {name: getattr(module, name) for module in (gefen_fn, gefen_nn) for name in module.__all__}
+    without = [name for name, x in named.items() if is_called(x) and "\nExample:\n" not in inspect.getdoc(x)]
+    assert sorted(without) == sorted(WITHOUT_EXAMPLE)
 
 
 def test_the_version_is_told_by_both_packages_and_the_command(capsys):
