@@ -116,8 +116,8 @@ def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any], strict: bo
     if "format_version" not in group:
         raise CheckpointError(
             "A state dict must come from an optimizer of this package: got a group without `format_version`, another "
-            "optimizer's state. `load_state_dict(convert_state(state, optimizer))` takes that of torch's Adam and "
-            "AdamW and of Gefen-X 0.5; of others load the model alone."
+            "optimizer's state. `load_state_dict(convert_state(state, optimizer))` takes that of torch's Adam, "
+            "AdamW and Muon, and of Gefen-X 0.5; of others load the model alone."
         )
     for key in FIXED_KEYS:
         if type(group.get(key)) is not int or group[key] != target[key]:

@@ -26,6 +26,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
     block: int = 0
     error_if_nonfinite: bool = False
     _start: Mapping[str, Any] = {}
+    _settled: Mapping[str, tuple[Any, ...]] = {}
     _host: Host | None
 
     def __init__(
@@ -130,7 +131,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a group, or a saved group's values; tensors are read."""
-        groups.check_keys(group, self.defaults)
+        groups.check_keys(group, self.defaults, self._settled)
         groups.check_values(self._rebuild, group, self._keys, read=True)
 
     def _check_changes(self) -> None:

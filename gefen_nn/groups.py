@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Real
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -125,21 +126,32 @@ def group_defaults(tx: GradientTransformation, keys: Keys, block: int) -> dict[s
     return {**shown, "format_version": FORMAT_VERSION, "block": block}
 
 
-def check_keys(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+def check_keys(
+    group: Mapping[str, Any], defaults: Mapping[str, Any], settled: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+) -> None:
     """Refuse a group's own hyperparameter, or what is spelt like one, that no step would read.
 
     Args:
         group: a group, or part of it; a key that is no hyperparameter may say what it likes.
         defaults: what every group holds.
+        settled: by key what a group may say of an argument that is one for all groups, and was given elsewhere.
 
     Raises:
         ValueError: naming the key and the fix.
     """
+    common = {**{key: (defaults[key],) for key in FIXED_KEYS}, **settled}
     for key, value in group.items():
-        if key in FIXED_KEYS and value != defaults[key]:
-            raise ValueError(f"`{key}` must be {defaults[key]} in all groups: got {value}. Give it to the optimizer.")
-        if key not in defaults and not _is_idle(group, key) and _resembles(str(key), defaults):
+        if key in common:
+            if _frozen(value) not in map(_frozen, common[key]):
+                came = f"must be {common[key][0]!r} in all groups: got {value!r}"
+                raise ValueError(f"`{key}` {came}. Give it to the optimizer.")
+        elif key not in defaults and not _is_idle(group, key) and _resembles(str(key), defaults):
             raise ValueError(_no_such_key(key, defaults))
+
+
+def _frozen(value: Any) -> Any:
+    """A value with tuples for lists, as files may hold them."""
+    return tuple(map(_frozen, value)) if isinstance(value, (tuple, list)) else value
 
 
 def _is_idle(group: Mapping[str, Any], key: str) -> bool:

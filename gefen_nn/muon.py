@@ -12,6 +12,7 @@ from gefen_fn.scalar import check_choice, check_int
 from gefen_fn.scope import Scope
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
 from gefen_fn.spec import Spec, check_rule
+from gefen_kernels import ns_coefficients as triples_of
 from gefen_nn import groups
 from gefen_nn.presets import Preset, between
 from gefen_nn.route import Choice, Routing, Rules, check_used, choose, chosen_by, routing
@@ -23,7 +24,9 @@ class Muon(Preset):
     """Muon with its momentum in one byte per entry; every parameter must be a matrix, see `GefenMuon` for models.
 
     Arguments up to `adjust_lr_fn` are those of `torch.optim.Muon`, which also takes no more than 2 axes. The rule is
-    `gefen_fn.muon`. `lr`, `weight_decay` and `momentum` are group keys, read at each step.
+    `gefen_fn.muon`. `lr`, `weight_decay` and `momentum` are group keys, read at each step. What groups say of
+    `nesterov`, `ns_coefficients`, `eps`, `ns_steps` and `adjust_lr_fn`, as those that torch's Muon filled do, must be
+    what the arguments say.
 
     Args:
         params: parameters, `(name, parameter)` pairs or groups.
@@ -94,6 +97,7 @@ class Muon(Preset):
         self.error_if_nonfinite = error_if_nonfinite
         self.block = block if isinstance(block, int) else 0
         self._start = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        self._settled = {"eps": (eps,), **_settled(nesterov, ns_coefficients, ns_steps, adjust_lr_fn)}
         fixed = {"nesterov": nesterov, "eps": eps, "normuon": normuon, "quantize": quantize, "spec": spec}
         fixed |= {"block": block, "codebook": codebook, "sharded": sharded}
         named_otherwise = {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
@@ -115,6 +119,18 @@ def _coefficients(given: Any, steps: int) -> Any:
             f"`ns_steps` repeats one triple: got {steps} beside {given!r}. Leave it out, or give a triple."
         )
     return given
+
+
+def _settled(nesterov: bool, given: Any, steps: int, adjust: str | None) -> dict[str, tuple[Any, ...]]:
+    """What a group may say of these arguments, in this optimizer's form or in that of torch's Muon."""
+    triples = triples_of(_coefficients(given, steps))
+    is_one = len(set(triples)) == 1
+    return {
+        "nesterov": (nesterov,),
+        "ns_coefficients": (given, *triples[:1]) if is_one else (given,),
+        "ns_steps": (len(triples) if is_one else steps,),
+        "adjust_lr_fn": (adjust, None, "original") if adjust in (None, "original") else (adjust,),
+    }
 
 
 def _muon_rule(ends: dict[str, bool], fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
@@ -226,6 +242,7 @@ class GefenMuon(Preset):
         self.error_if_nonfinite = error_if_nonfinite
         self.block = block if isinstance(block, int) else 0
         self._start = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
+        self._settled = _settled(nesterov, ns_coefficients, ns_steps, adjust_lr_fn)
         of_muon = {"nesterov": nesterov, "normuon": normuon, "quantize": quantize, "sharded": sharded}
         of_backup = {"backup": backup, "second_moment": second_moment, "b2_warmup": b2_warmup}
         fixed = {**of_muon, **of_backup, "block": block, "codebook": codebook, "require_muon": require_muon}

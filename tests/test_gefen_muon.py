@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR
 
 from gefen_fn import MatrixAxes, fuse, orthogonalize
-from gefen_nn import GefenMuon, Muon, route
+from gefen_nn import CheckpointError, GefenMuon, Muon, route
 from tests import model_zoo
 from tests.model_zoo import Conv1D, Parts, linear
 from tests.small_net import bits, same
@@ -366,6 +366,68 @@ def test_muon_takes_the_arguments_of_torch_and_follows_it(adjust):
     assert (ours - theirs).norm() < 0.01 * (theirs - start).norm()
 
 
+TRIPLE = (3.4445, -4.775, 2.0315)
+FILLED = {
+    "as they are": ({}, {}),
+    "by name": ({}, {"ns_coefficients": "standard", "adjust_lr_fn": "original"}),
+    "other iterations": (
+        {"ns_coefficients": (3.0, -4.0, 2.0), "ns_steps": 4},
+        {"ns_coefficients": [(3.0, -4.0, 2.0)] * 4},
+    ),
+    "no look ahead": ({"nesterov": False, "eps": 1e-6}, {"nesterov": False, "eps": 1e-6}),
+    "AdamW's rates": ({"adjust_lr_fn": "match_rms_adamw"}, {"adjust_lr_fn": "match_rms_adamw"}),
+}
+
+
+def filled(**options):
+    """Groups as torch's Muon leaves them, a value of each key."""
+    groups = [{"params": [("w", nn.Parameter(torch.eye(64)))], "lr": 0.5, "momentum": 0.9}]
+    torch.optim.Muon(groups, **options)
+    return groups
+
+
+@pytest.mark.parametrize(("theirs", "ours"), FILLED.values(), ids=FILLED)
+def test_groups_that_torchs_muon_has_filled_are_taken_where_they_say_what_the_arguments_do(theirs, ours):
+    optimizer = Muon(filled(**theirs), **ours)
+    assert [optimizer.param_groups[0][key] for key in ("lr", "momentum", "weight_decay")] == [0.5, 0.9, 0.1]
+    again = squeezed(optimizer)
+    again.load_state_dict(reloaded(optimizer.state_dict()))
+    assert again.param_groups[0]["lr"] == 0.5
+
+
+OTHERWISE = {
+    "nesterov": False,
+    "ns_coefficients": (3.0, -4.0, 2.0),
+    "ns_steps": 4,
+    "adjust_lr_fn": "match_rms_adamw",
+    "eps": 1e-6,
+}
+
+
+@pytest.mark.parametrize(("key", "value"), OTHERWISE.items(), ids=OTHERWISE)
+def test_groups_that_say_otherwise_are_refused_by_the_key_and_told_where_it_belongs(key, value):
+    text = rf"`{key}` must be .* in all groups: got .*\. Give it to the optimizer"
+    with pytest.raises(ValueError, match=text):
+        Muon(filled(**{key: value}))
+    optimizer = Muon(filled())
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0][key] = value
+    with pytest.raises(CheckpointError, match=text):
+        optimizer.load_state_dict(saved)
+
+
+def test_torchs_own_state_is_refused_with_the_way_to_take_it():
+    groups = filled()
+    with pytest.raises(CheckpointError, match=r"convert_state.*AdamW and Muon"):
+        Muon(filled()).load_state_dict(torch.optim.Muon(groups).state_dict())
+
+
+def test_both_parts_of_a_split_group_that_torchs_muon_has_filled_are_one_rule():
+    assert rates(GefenMuon(filled(), adjust_lr_fn=None)) == {"muon": 0.5}
+    with pytest.raises(ValueError, match="`adjust_lr_fn` must be 'match_rms_adamw' in all groups: got None"):
+        GefenMuon(filled())
+
+
 def test_coefficients_are_a_triple_a_name_or_triples():
     def weight(**options):
         p = nn.Parameter(torch.eye(64))
@@ -373,9 +435,8 @@ def test_coefficients_are_a_triple_a_name_or_triples():
         Muon([p], 0.1, **options).step()
         return p.detach()
 
-    triple = (3.4445, -4.775, 2.0315)
     assert torch.equal(weight(), weight(ns_coefficients="standard"))
-    assert torch.equal(weight(ns_steps=2), weight(ns_coefficients=[triple, triple]))
+    assert torch.equal(weight(ns_steps=2), weight(ns_coefficients=[TRIPLE, TRIPLE]))
     assert not torch.equal(weight(), weight(ns_coefficients="tuned4"))
 
 
@@ -422,7 +483,11 @@ REFUSED = {
     ),
     "a rate": (lambda: GefenMuon(net(), muon_lr=-1.0), ValueError, "`lr` of a group.*-1.0"),
     "a momentum": (lambda: GefenMuon(net(), momentum=1.0), ValueError, "momentum"),
-    "an odd key": (lambda: GefenMuon([{"params": net().named_parameters(), "nesterov": True}]), ValueError, "nesterov"),
+    "an odd key": (
+        lambda: GefenMuon([{"params": net().named_parameters(), "dampening": 0.1}]),
+        ValueError,
+        "dampening",
+    ),
 }
 
 
