@@ -14,8 +14,10 @@ from gefen_nn import state_view
 from gefen_nn.errors import CheckpointError
 from gefen_nn.groups import FIXED_KEYS
 from gefen_nn.leaves import check_leaf
+from gefen_nn.meaning import check_kept_as
 
 _NOT_VALUES = ("params", "param_names", *FIXED_KEYS)
+_VERSIONS = ("format_version", "block")
 
 
 class Saved(NamedTuple):
@@ -119,13 +121,14 @@ def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any], strict: bo
             "optimizer's state. `load_state_dict(convert_state(state, optimizer))` takes that of torch's Adam, "
             "AdamW and Muon, and of Gefen-X 0.5; of others load the model alone."
         )
-    for key in FIXED_KEYS:
+    for key in _VERSIONS:
         if type(group.get(key)) is not int or group[key] != target[key]:
             raise CheckpointError(
                 f"Saved from {', '.join(stages) or 'no stage'}. "
                 f"`{key}` must be {target[key]}: got {group.get(key, 'nothing')}. "
                 "Build the optimizer as the one that saved, or update the package."
             )
+    check_kept_as(group, target)
 
 
 def _match(

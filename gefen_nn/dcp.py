@@ -15,19 +15,18 @@ from torch import Tensor
 from gefen_fn import agree
 from gefen_fn.agree import together
 from gefen_fn.base import OptState, Params
-from gefen_fn.describe import quantizing
 from gefen_fn.state_io import flatten_state, unflatten_state
 from gefen_fn.tree import check_tensors, readable, tree_leaves, tree_paths
 from gefen_nn import groups
 from gefen_nn.checkpoint import LoadReport, checked_codebooks
 from gefen_nn.errors import CheckpointError
 from gefen_nn.leaves import check_leaf
+from gefen_nn.meaning import check_kept_as
 from gefen_nn.optimizer import TransformOptimizer
-from gefen_nn.saved_index import Index, Leaf, check_leaves, check_params, check_rules, read_index
+from gefen_nn.saved_index import Index, Leaf, check_leaves, check_params, read_index
 from gefen_nn.state_view import Slot
 
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
-_RULES = ("second_moment", "block", "quantize", "b2_warmup", "convention")
 
 
 def check_ours(optimizer: Any) -> None:
@@ -151,7 +150,7 @@ class StateTree:
 
     def _index(self) -> Index:
         shapes = {name: tuple(p.shape) for name, p in self._params.items() if p is not None}
-        return Index(shapes, {key: Leaf.of(x) for key, x in flatten_state(self.state).items()}, {}, [])
+        return Index(shapes, {key: Leaf.of(x) for key, x in flatten_state(self.state).items()}, [])
 
     def _loaded(self, state_dict: Mapping[str, Any]) -> OptState:
         saved, own, tensors = read_index(state_dict.get("index")), self._index(), state_dict.get("state", {})
@@ -200,17 +199,7 @@ def index_of(optimizer: TransformOptimizer, slots: Mapping[str, Slot]) -> Index:
     values = [{**{k: v for k, v in group.items() if k != "param_names"}, "params": names} for group, names in rows]
     shapes = {name: tuple(p.shape) for name, p in _named(optimizer).items()}
     leaves = {path: Leaf.of(slot.value, slot.owner) for path, slot in slots.items() if slot.value is not None}
-    rules = quantizing(optimizer.transform)
-    told = {stage: {name: _told(name, rule[name]) for name in _RULES if name in rule} for stage, rule in rules.items()}
-    return Index(shapes, leaves, told, values)
-
-
-def _told(name: str, value: Any) -> str:
-    """What an argument says of the leaves, as text that another process would write too."""
-    if name == "b2_warmup":  # any exponent leaves an average of weight one
-        return "None" if value is None else "a number"
-    text = str(value)
-    return type(value).__name__ if " at 0x" in text else text
+    return Index(shapes, leaves, values)
 
 
 def fits(optimizer: TransformOptimizer, slots: Mapping[str, Slot], index: Index, strict: bool = True) -> None:
@@ -224,7 +213,8 @@ def fits(optimizer: TransformOptimizer, slots: Mapping[str, Slot], index: Index,
     own = index_of(optimizer, slots)
     frozen = {name for name, p in _named(optimizer).items() if not p.requires_grad}
     check_params(index, own.params, frozen | (index.params.keys() - index.owners()), strict)
-    check_rules(index, own.rules)
+    for group in index.groups:
+        check_kept_as(group, optimizer.param_groups[0])
     check_leaves(index, own.leaves, frozen, strict)
 
 

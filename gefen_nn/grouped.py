@@ -16,6 +16,7 @@ from gefen_nn.checks import warn_if_slow
 from gefen_nn.control import Control
 from gefen_nn.extras import Extras
 from gefen_nn.kept import Kept
+from gefen_nn.meaning import kept_as
 from gefen_nn.offload import Host, placed
 
 
@@ -48,7 +49,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self._checked: list[dict[str, Any]] = []
         self._control, self._extras = Control(tx, self._fused is not None), Extras.of(tx)
         self._ready = False
-        super().__init__(params, {**groups.group_defaults(injection.tx, self._keys, self.block), **self._start})
+        defaults = groups.group_defaults(injection.tx, self._keys, self.block)
+        super().__init__(params, {**defaults, "kept_as": kept_as(tx), **self._start})
         self._accept()
         self._ready = True
         if self._fused is not None:

@@ -16,7 +16,7 @@ from gefen_fn.scalar import WRITE_A_FLOAT, scalar_on
 from gefen_fn.tree import StructureError
 
 FORMAT_VERSION = 1
-FIXED_KEYS = ("format_version", "block")
+FIXED_KEYS = ("format_version", "block", "kept_as")
 Keys = Mapping[str, tuple[str, ...]]  # from group key to the hyperparameters it holds: {"betas": ("b1", "b2")}
 _TORCH_NAMES = {"learning_rate": "lr"}
 _NAMES = "lr betas eps weight_decay momentum dampening nesterov decay amsgrad maximize"

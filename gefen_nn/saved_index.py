@@ -33,13 +33,11 @@ class Index(NamedTuple):
     Attributes:
         params: shape of each parameter, by name.
         leaves: every tensor of the state by its name in `flatten_state`.
-        rules: for each stage that keeps codes, the arguments that say what its leaves mean, as text.
         groups: values of each group, with the names of its parameters under `params`.
     """
 
     params: dict[str, tuple[int, ...]]
     leaves: dict[str, Leaf]
-    rules: dict[str, dict[str, str]]
     groups: list[dict[str, Any]]
 
     def text(self) -> str:
@@ -91,7 +89,8 @@ def read_index(text: Any) -> Index:
         raise CheckpointError(f"`format_version` must be {groups.FORMAT_VERSION}: got {version}. Update the package.")
     params = {name: tuple(shape) for name, shape in whole["params"].items()}
     leaves = {key: Leaf(owner, dtype, tuple(shape)) for key, (owner, dtype, shape) in whole["leaves"].items()}
-    return Index(params, leaves, whole["rules"], whole["groups"])
+    told = json.dumps(whole.get("rules", {}))  # where older packages wrote what now is in the groups
+    return Index(params, leaves, [{"kept_as": told, **group} for group in whole["groups"]])
 
 
 def check_params(
@@ -120,19 +119,6 @@ def check_params(
             raise CheckpointError(
                 f"Parameter {name!r} must be {tuple(own[name])}, as the target's: got {saved.params[name]}. {_FIX}."
             )
-
-
-def check_rules(saved: Index, own: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse leaves that are kept by other rules, though their shapes may be the same.
-
-    Raises:
-        CheckpointError: naming the argument, with both values.
-    """
-    for stage in own.keys() & saved.rules.keys():
-        for name, value in own[stage].items():
-            came = saved.rules[stage].get(name, value)  # older files do not tell all
-            if came != value:
-                raise CheckpointError(f"`{name}` of {stage} must be {value}, as the target's: got {came}. {_FIX}.")
 
 
 def check_leaves(saved: Index, own: Mapping[str, Leaf], optional: Collection[str] = (), strict: bool = True) -> None:
