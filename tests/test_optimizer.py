@@ -15,9 +15,10 @@ from gefen_fn.clip import clip_by_global_norm
 from gefen_fn.combine import chain, named_chain, partition
 from gefen_fn.inject import inject_hyperparams
 from gefen_fn.muon_alias import muon
-from gefen_fn.qk_clip import clip_by_qk
+from gefen_fn.qk_clip import HeadRows, QKHeads, clip_by_qk
 from gefen_fn.scale import scale
 from gefen_fn.tree import StructureError
+from gefen_nn.offload import offload
 from gefen_nn.optimizer import TransformOptimizer
 from tests.small_net import backward, bits, flat, injected, model, same, train
 
@@ -421,6 +422,23 @@ def test_a_stage_of_your_own_is_given_every_extra_argument() -> None:
 
     attention(chain(OWN, GradientTransformation(lambda params: (), update), sgd(0.1)))[1].step(value=1.0, loss=2.0)
     assert seen == [{"value": 1.0, "loss": 2.0}]
+
+
+def test_a_compiled_step_takes_extra_arguments() -> None:
+    heads = {"q_proj.weight": QKHeads("", query=HeadRows(32)), "k_proj.weight": QKHeads("", key=HeadRows(32))}
+    rule = inject_hyperparams(lambda learning_rate: chain(adamw(learning_rate), clip_by_qk(1.0, heads)))
+    (params, optimizer), (others, other) = (attention(rule(0.1)) for _ in range(2))
+    optimizer.step(max_logits=LOGITS)
+    torch.compile(lambda logits: other.step(max_logits=logits), fullgraph=True, backend="eager")(LOGITS)
+    assert same(bits_of(params), bits_of(others))
+
+
+def test_state_that_is_kept_away_is_fetched_for_a_step_with_extra_arguments() -> None:
+    (params, optimizer), (others, other) = (attention(CLIPPED["injected"]()) for _ in range(2))
+    offload(other)
+    for own in (optimizer, other):
+        own.step(max_logits=LOGITS)
+    assert same(bits_of(params), bits_of(others))
 
 
 def test_a_copy_needs_the_same_extra_arguments() -> None:
