@@ -57,7 +57,7 @@ class CutLeaves(NamedTuple):
     """Leaves of one layout that have cut tiles, here or on other members.
 
     Attributes:
-        numbers: of their works in the launch.
+        numbers: of their works in the bundle.
         layout: of the parts that are held here.
         tiles: of each of them.
         cols: the column means as they are stored.
@@ -148,11 +148,11 @@ def first_entry(piece: Piece, start: int, matrix: int = 0, row: int = 0) -> int:
 
 
 class Cuts(NamedTuple):
-    """The leaves of a launch that have cut tiles.
+    """The leaves of a bundle that have cut tiles.
 
     Attributes:
         groups: these, by layout.
-        owner: int64, for each leaf of the back end the number of its work in the launch.
+        owner: int64, for each leaf of the back end the number of its work in the bundle.
         rows: for each leaf of the back end its rows; None for all of its work.
         sums: the back end's plan of their sums.
     """
@@ -171,13 +171,13 @@ class Cuts(NamedTuple):
 def asked_means(
     module: Any, cuts: Cuts, places: Sequence[int], grads: Sequence[Tensor], table: Tensor, factor: Tensor | None
 ) -> list[dict[int, Edge]] | Later[list[dict[int, Edge]]]:
-    """The new column means of all cut tiles of a launch: their sums go to the members that store the columns.
+    """The new column means of all cut tiles of a bundle: their sums go to the members that store the columns.
 
     Args:
         module: the back end.
         cuts: the leaves.
-        places: of all works of the launch in the tree.
-        grads: of all works of the launch.
+        places: of all works of the bundle in the tree.
+        grads: of all works of the bundle.
         table: fp32 `[works, 10]`, columns as `SCALARS`.
         factor: what gradients are multiplied by, 0-dim float64; None for 1.
     """
@@ -191,7 +191,7 @@ def asked_means(
 def lay_out(
     module: Any, whole: Sequence[Leaf], groups: list[CutLeaves], pieces: Sequence[Piece]
 ) -> tuple[list[Leaf], Cuts | None]:
-    """The leaves of a launch as a back end takes them, and what is told of those with cut tiles; None without.
+    """The leaves of a bundle as a back end takes them, and what is told of those with cut tiles; None without.
 
     Args:
         module: the back end.

@@ -3,8 +3,8 @@
 Fused equals unfused: the back end goes through the operations of the pure path in their order. The pure path steps the
 leaves that no back end takes, and where a codebook is learned late.
 
-A step on shards has its rounds (`gefen_fn.exchange`) before anything is written: what launches ask of other members and
-what the pure path asks for the other leaves is put together, so that it takes the same rounds. A launch says what it
+A step on shards has its rounds (`gefen_fn.exchange`) before anything is written: what bundles ask of other members and
+what the pure path asks for the other leaves is put together, so that it takes the same rounds. A bundle says what it
 asks in `asked_of`, as a `Later` made of the state before the step; what that comes to is given to `prepared`.
 """
 
@@ -19,15 +19,15 @@ from torch import Tensor
 from gefen_fn import agree
 from gefen_fn.accumulate import MultiSteps, apply_if_finite
 from gefen_fn.base import GradientTransformation, OptState, Params, Updates, started, write_updates
+from gefen_fn.bundle import asked_of, prepared
 from gefen_fn.calibrate import check_can_learn, is_to_learn, learn_from
 from gefen_fn.clip import clip_factor, first_column_axis, norm_by, squares_here
 from gefen_fn.combine import chain, without_norm
 from gefen_fn.exchange import at_once, finish
 from gefen_fn.gefen import ScaleByGefenState
-from gefen_fn.launch import asked_of, prepared
 from gefen_fn.muon import ScaleByMuonState
-from gefen_fn.muon_plan import MuonLaunch, MuonWork
-from gefen_fn.plan import Launch, StepPlan, Work, kernels_of, make_plan
+from gefen_fn.muon_plan import MuonBundle, MuonWork
+from gefen_fn.plan import Bundle, StepPlan, Work, kernels_of, make_plan
 from gefen_fn.program import Part, Program, Stage, at, begins_with_clip, put, recognise
 from gefen_fn.rounding import StochasticRoundingState
 from gefen_fn.scalar import capturing, check_state, multiply
@@ -100,7 +100,7 @@ class Step:
         plan, leaves = self._planned(grads, given, state, params), [local(g) for g in given]
         unlearned = _unlearned(program, plan, state)
         moves_codes = _move_codes(unlearned, plan, given)
-        if not plan.launches or plan.share_memory(leaves) or moves_codes:
+        if not plan.bundles or plan.share_memory(leaves) or moves_codes:
             return write_state(state, self._pure(grads, state, params, **extra))
         summed = False
         if program.clip is not None and "global_norm" not in extra:
@@ -108,14 +108,14 @@ class Step:
             extra["global_norm"] = _norm(plan, leaves) if summed else norm_by(_squares_of, given)
         factor = _clip_factor(program.clip, extra.get("global_norm"), state)
         new = _learned(unlearned, plan, given, state, factor)
-        asked = [asked_of(launch, leaves, grads, new, factor) for launch in plan.launches]
+        asked = [asked_of(bundle, leaves, grads, new, factor) for bundle in plan.bundles]
         left = [None if i in plan.fused else g for i, g in enumerate(given)]
         is_all = program.whole and all(g is None for g in left)
         if not is_all:
             asked.append(started(self._tx, tree_unflatten(tree_structure(grads), left), new, params, **extra))
         got = finish(at_once(asked))
-        pairs = zip(plan.launches, got, strict=is_all)
-        runs = [prepared(program, launch, leaves, grads, new, factor, own, summed=summed) for launch, own in pairs]
+        pairs = zip(plan.bundles, got, strict=is_all)
+        runs = [prepared(program, bundle, leaves, grads, new, factor, own, summed=summed) for bundle, own in pairs]
         changes = changes_of(program, new) if is_all else []
         self.wrote = True
         if not is_all:
@@ -277,7 +277,7 @@ def _clip_factor(clip: Stage | None, norm: Tensor | None, state: OptState) -> Te
 
 def _norm(plan: StepPlan, leaves: Sequence[Any]) -> Tensor:
     """The norm of all gradients, 0-dim fp32, where all are here and fused."""
-    squares = [_squares(launch, [leaves[work.index] for work in launch.works]) for launch in plan.launches]
+    squares = [_squares(bundle, [leaves[work.index] for work in bundle.works]) for bundle in plan.bundles]
     return torch.stack([x.to(squares[0].device) for x in squares]).sum().sqrt().float()
 
 
@@ -286,13 +286,13 @@ def _squares_of(g: Tensor, start: int) -> Tensor:
     return squares
 
 
-def _squares(launch: Launch | MuonLaunch, grads: Sequence[Tensor]) -> Tensor:
+def _squares(bundle: Bundle | MuonBundle, grads: Sequence[Tensor]) -> Tensor:
     """The sum of all squares, 0-dim float64: in one go where the back end can, which its step then goes on from."""
     starts = [first_column_axis(g) for g in grads]
-    if isinstance(launch, Launch) and launch.sums:
-        return launch.module.squares(launch.plan, grads, starts)  # type: ignore[no-any-return]
+    if isinstance(bundle, Bundle) and bundle.sums:
+        return bundle.module.squares(bundle.plan, grads, starts)  # type: ignore[no-any-return]
     each = zip(grads, starts, strict=True)
-    return torch.stack([launch.module.sum_of_squares(g, start=start) for g, start in each]).sum()
+    return torch.stack([bundle.module.sum_of_squares(g, start=start) for g, start in each]).sum()
 
 
 def _stage(part: Part, state: OptState) -> Any:

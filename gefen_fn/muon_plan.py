@@ -46,7 +46,7 @@ class MuonWork:
         return plain and known and laid and here and not self.layout.piece.axes
 
 
-class MuonLaunch(NamedTuple):
+class MuonBundle(NamedTuple):
     """Leaves of one part that are stepped together.
 
     Attributes:

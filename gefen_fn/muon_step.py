@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gefen_fn.base import OptState, Updates
 from gefen_fn.first_moment import check_codebook
-from gefen_fn.muon_plan import MuonLaunch, MuonWork
+from gefen_fn.muon_plan import MuonBundle, MuonWork
 from gefen_fn.program import Program, Stage, at
 from gefen_fn.quantize import Quantized
 from gefen_fn.scalar import multiply
@@ -23,19 +23,19 @@ _STACK = 1 << 18  # entries of the leaves that are stacked: more memory would be
 
 
 def prepared_muon(
-    program: Program, launch: MuonLaunch, leaves: Sequence[Any], grads: Updates, state: OptState, factor: Tensor | None
+    program: Program, bundle: MuonBundle, leaves: Sequence[Any], grads: Updates, state: OptState, factor: Tensor | None
 ) -> Callable[[], None]:
     """All that can be refused is done here; the result does the step, with the bits of the pure path.
 
     Args:
         program: with the part.
-        launch: what to step.
+        bundle: what to step.
         leaves: all gradients, in order.
         grads: the same as a tree.
         state: of the whole transform.
         factor: what gradients are multiplied by, 0-dim float64; None for 1.
     """
-    works, part = launch.works, launch.works[0].part
+    works, part = bundle.works, bundle.works[0].part
     given, decay = part.core.recipe.kwargs, part.decay
 
     def numbers(stage: Stage | None, value: Any) -> list[float]:
@@ -59,7 +59,7 @@ def prepared_muon(
                 _average(works[n], _gradient(program, leaves[works[n].index], factor), book, momenta[n], d)
             directions, scale = _directions(first, stack, form)
             for n, direction in zip(group, directions, strict=True):
-                own = decays[n] if launch.decays[n] else None
+                own = decays[n] if bundle.decays[n] else None
                 ops.descend(works[n].param.detach(), direction, scale, steps[n], own)
 
     return run

@@ -13,7 +13,7 @@ from gefen_fn.blocks import LeafLayout, layouts
 from gefen_fn.combine import bools, choices_of
 from gefen_fn.cut_step import CutLeaves, Cuts, first_entry, lay_out
 from gefen_fn.first_moment import check_moment
-from gefen_fn.muon_plan import MuonLaunch, MuonWork, muon_works
+from gefen_fn.muon_plan import MuonBundle, MuonWork, muon_works
 from gefen_fn.program import Part, Program, at
 from gefen_fn.quantize import Quantized, tie_rule
 from gefen_fn.rounding import leaf_seeds
@@ -101,7 +101,7 @@ class Work:
         )
 
 
-class Launch(NamedTuple):
+class Bundle(NamedTuple):
     """Leaves of one part on one device, which a back end steps in one call.
 
     Attributes:
@@ -123,8 +123,8 @@ class Launch(NamedTuple):
     cuts: Cuts | None
 
     @classmethod
-    def of(cls, works: list[Work], given: Sequence[Leaf], ties: reference.Ties) -> "Launch":
-        """The launch of these works, which are `given` to the back end of their device."""
+    def of(cls, works: list[Work], given: Sequence[Leaf], ties: reference.Ties) -> "Bundle":
+        """The bundle of these works, which are `given` to the back end of their device."""
         module: Any = ops.back_end(works[0].param.device)
         leaves, cuts = lay_out(module, given, _cut_leaves(works), [work.layout.piece for work in works])
         warms = torch.tensor([work.warms for work in works], device=works[0].count.device)
@@ -157,7 +157,7 @@ class StepPlan:
         key: the tensors that it rests on.
         facts: where they lie in memory, and how; compared with the key at each step.
         works: the leaves of all parts that have a gradient.
-        launches: how a back end steps some of them.
+        bundles: how a back end steps some of them.
         fused: the places of those in the tree.
         written: the memory of their parameters.
     """
@@ -165,7 +165,7 @@ class StepPlan:
     key: list[Any]
     facts: list[Any]
     works: list[Work | MuonWork]
-    launches: list[Launch | MuonLaunch]
+    bundles: list[Bundle | MuonBundle]
     fused: frozenset[int]
     written: frozenset[int]
 
@@ -187,20 +187,20 @@ def make_plan(
     taken = [work for work in works if work.takes(leaves[work.index])]
     if _overlap([work.param for work in taken]):
         taken = []  # tied memory: what one leaf writes another would read
-    launches: list[Launch | MuonLaunch] = []
+    bundles: list[Bundle | MuonBundle] = []
     for part in program.parts:
         decays = _decays(program, part, grads, params)
         matrices = [work for work in taken if isinstance(work, MuonWork) and work.part is part]
         if matrices:
             cpu: Any = ops.back_end(matrices[0].param.device)
-            launches.append(MuonLaunch(matrices, cpu, [decays[work.index] for work in matrices]))
+            bundles.append(MuonBundle(matrices, cpu, [decays[work.index] for work in matrices]))
         own = [work for work in taken if isinstance(work, Work) and work.part is part]
         for device in dict.fromkeys(work.param.device for work in own):
             there = [work for work in own if work.param.device == device]
             given = [work.leaf(leaves[work.index], decays[work.index]) for work in there]
-            launches.append(Launch.of(there, given, _ties(part)))
+            bundles.append(Bundle.of(there, given, _ties(part)))
     written = frozenset(_memory(work.param) for work in taken) - {0}  # where empty and meta tensors lie
-    return StepPlan(key, facts, works, launches, frozenset(work.index for work in taken), written)
+    return StepPlan(key, facts, works, bundles, frozenset(work.index for work in taken), written)
 
 
 def _works(program: Program, grads: Updates, state: OptState, params: Params) -> list[Work | MuonWork]:

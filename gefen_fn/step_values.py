@@ -11,7 +11,7 @@ from torch import Tensor
 from gefen_fn.base import OptState, Updates
 from gefen_fn.gefen import warm_decay
 from gefen_fn.inject import InjectHyperparamsState
-from gefen_fn.plan import Launch
+from gefen_fn.plan import Bundle
 from gefen_fn.program import Path, Program, Stage, at
 from gefen_fn.scalar import (
     Hyperparameter,
@@ -63,16 +63,16 @@ def changes_of(program: Program, state: OptState) -> list[tuple[Tensor, Tensor]]
     return changes
 
 
-def scalars_of(launch: Launch, grads: Updates, state: OptState, factor: Tensor | None) -> Tensor:
+def scalars_of(bundle: Bundle, grads: Updates, state: OptState, factor: Tensor | None) -> Tensor:
     """fp32 `[leaves, 10]`, each number rounded once from float64; columns as `gefen_kernels.step.SCALARS`.
 
     Args:
-        launch: whose leaves.
+        bundle: whose leaves.
         grads: all gradients.
         state: of the whole transform.
         factor: what gradients are multiplied by, 0-dim float64; None for 1.
     """
-    works, part = launch.works, launch.works[0].part
+    works, part = bundle.works, bundle.works[0].part
     given, counts = part.core.recipe.kwargs, torch.stack([work.count for work in works])
     device = counts.device
     reads = device.type == "cpu" and not capturing()  # Python computes with a few numbers sooner than torch does
@@ -92,7 +92,7 @@ def scalars_of(launch: Launch, grads: Updates, state: OptState, factor: Tensor |
     warm = b2
     if warmup is not None:
         rising = warm_decay(b2, t, warmup)
-        warm = torch.where(launch.warms, rising if isinstance(rising, Tensor) else scalar_on(rising, device), b2)
+        warm = torch.where(bundle.warms, rising if isinstance(rising, Tensor) else scalar_on(rising, device), b2)
     corrections = bias_correction(b1, t), root_correction(b2, t)
     scale = 1.0 if factor is None else factor
     table = torch.empty(len(works), 10, dtype=torch.float32, device=device)
@@ -111,7 +111,7 @@ def _common(counts: Tensor) -> Scalar:
     return float(read[0]) if len(set(read)) == 1 else counts.to(torch.float64)
 
 
-def draws_of(launch: Launch) -> Tensor:
+def draws_of(bundle: Bundle) -> Tensor:
     """The counts that codes and parameters of the coming update are rounded at random with: integers `[leaves, 2]`."""
-    pairs = [(work.count, work.count if work.drawn is None else work.drawn) for work in launch.works]
+    pairs = [(work.count, work.count if work.drawn is None else work.drawn) for work in bundle.works]
     return torch.stack([x for pair in pairs for x in pair]).reshape(-1, 2) + 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gefen_nn.compare import Plan
-from gefen_nn.compare_stats import Losses, Row
+from gefen_nn.compare_stats import ArmResult, Losses
 from gefen_nn.console import new_figure
 
 # From Okabe and Ito's palette for the colour-blind; markers tell on where its seven are used up.
@@ -19,7 +19,7 @@ _WORST = (
 )
 
 
-def draw(plan: Plan, rows: Sequence[Row], path: Path) -> None:
+def draw(plan: Plan, rows: Sequence[ArmResult], path: Path) -> None:
     """Writes the picture.
 
     Args:
@@ -33,7 +33,7 @@ def draw(plan: Plan, rows: Sequence[Row], path: Path) -> None:
     picture(plan, rows).savefig(path, dpi=120)
 
 
-def picture(plan: Plan, rows: Sequence[Row]) -> Any:
+def picture(plan: Plan, rows: Sequence[ArmResult]) -> Any:
     """Draws a comparison.
 
     Args:
@@ -60,7 +60,7 @@ def _style(index: int) -> dict[str, Any]:
     return {"color": _COLORS[index % len(_COLORS)], "marker": _MARKERS[index // len(_COLORS) % len(_MARKERS)]}
 
 
-def _range(rows: Sequence[Row]) -> tuple[float, float]:
+def _range(rows: Sequence[ArmResult]) -> tuple[float, float]:
     """Limits of the losses: what is far above is cut off, or all else would lie on a line."""
     judged = [losses for row in rows for losses in (row.own, row.shared, row.twice)]
     ended = [loss for losses in judged for loss in losses.by_seed if math.isfinite(loss)] or [0.0]
@@ -69,7 +69,7 @@ def _range(rows: Sequence[Row]) -> tuple[float, float]:
     return best - 0.05 * (far - best), best + max(_WORST * (far - best), 1e-3)
 
 
-def _draw_sweeps(axes: Any, rows: Sequence[Row], limits: tuple[float, float]) -> None:
+def _draw_sweeps(axes: Any, rows: Sequence[ArmResult], limits: tuple[float, float]) -> None:
     for index, row in enumerate(rows):
         axes.plot(row.sweep.keys(), row.sweep.values(), label=row.arm, linewidth=1.2, markersize=5, **_style(index))
     tried = sorted({lr for row in rows for lr in row.sweep})
@@ -84,7 +84,7 @@ def _draw_sweeps(axes: Any, rows: Sequence[Row], limits: tuple[float, float]) ->
 
 
 def _draw_seeds(
-    axes: Any, rows: Sequence[Row], judged: Sequence[Losses], title: str, limits: tuple[float, float]
+    axes: Any, rows: Sequence[ArmResult], judged: Sequence[Losses], title: str, limits: tuple[float, float]
 ) -> None:
     high = limits[1]
     for index, losses in enumerate(judged):
@@ -101,7 +101,7 @@ def _draw_seeds(
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _draw_bytes(axes: Any, rows: Sequence[Row]) -> None:
+def _draw_bytes(axes: Any, rows: Sequence[ArmResult]) -> None:
     values = [row.state_bytes_per_param for row in rows]
     bars = axes.barh(range(len(rows)), values, color=[_style(index)["color"] for index in range(len(rows))])
     axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=3)

@@ -12,7 +12,7 @@ from gefen_fn.text import table
 from gefen_nn.compare import Plan
 from gefen_nn.compare_picture import draw
 from gefen_nn.compare_run import Cell, Outcome
-from gefen_nn.compare_stats import Losses, Row, rows_of
+from gefen_nn.compare_stats import ArmResult, Losses, rows_of
 
 
 def publish(plan: Plan, found: Mapping[Cell, Outcome], out: Path, *, jump: float, as_json: bool = False) -> None:
@@ -36,7 +36,7 @@ def publish(plan: Plan, found: Mapping[Cell, Outcome], out: Path, *, jump: float
     draw(plan, rows, out / "compare.png")
 
 
-def text(plan: Plan, rows: Sequence[Row], threshold: float) -> str:
+def text(plan: Plan, rows: Sequence[ArmResult], threshold: float) -> str:
     """The table and how to read it.
 
     Args:
@@ -62,7 +62,7 @@ def text(plan: Plan, rows: Sequence[Row], threshold: float) -> str:
     )
 
 
-def _cells(row: Row, threshold: float) -> list[str]:
+def _cells(row: ArmResult, threshold: float) -> list[str]:
     own, shared, twice = row.own, row.shared, row.twice
     seeds = len(own.by_seed)
     return [
@@ -93,7 +93,7 @@ def _difference(losses: Losses) -> str:
     return f"{losses.difference:+.3f}{error}"
 
 
-def plain(plan: Plan, rows: Sequence[Row], found: Mapping[Cell, Outcome], threshold: float) -> dict[str, Any]:
+def plain(plan: Plan, rows: Sequence[ArmResult], found: Mapping[Cell, Outcome], threshold: float) -> dict[str, Any]:
     """A comparison as JSON has it: no infinite numbers.
 
     Args:
@@ -113,7 +113,7 @@ def plain(plan: Plan, rows: Sequence[Row], found: Mapping[Cell, Outcome], thresh
     return {"plan": {**plan._asdict(), "arms": list(plan.arms)}, "jump": threshold, "made_by": versions, "arms": arms}
 
 
-def _plain_row(row: Row, threshold: float) -> dict[str, Any]:
+def _plain_row(row: ArmResult, threshold: float) -> dict[str, Any]:
     judged = {name: _plain_losses(getattr(row, name), threshold) for name in ("own", "shared", "twice")}
     sweep = {f"{lr:g}": _finite(loss) for lr, loss in row.sweep.items()}
     return {**row._asdict(), **judged, "sweep": sweep}

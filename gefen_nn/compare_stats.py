@@ -54,7 +54,7 @@ class Losses(NamedTuple):
         return sum(rise >= threshold for rise in self.rises)
 
 
-class Row(NamedTuple):
+class ArmResult(NamedTuple):
     """One arm of a comparison.
 
     Attributes:
@@ -76,7 +76,7 @@ class Row(NamedTuple):
     optimizer_ms: float
 
 
-def rows_of(plan: Plan, found: Mapping[Cell, Outcome]) -> list[Row]:
+def rows_of(plan: Plan, found: Mapping[Cell, Outcome]) -> list[ArmResult]:
     """The arms of a plan that has been run.
 
     Args:
@@ -90,7 +90,7 @@ def rows_of(plan: Plan, found: Mapping[Cell, Outcome]) -> list[Row]:
     return [_row(plan, arm, found, noise) for arm in plan.arms]
 
 
-def _row(plan: Plan, arm: str, found: Mapping[Cell, Outcome], noise: Mapping[int, Sequence[float]]) -> Row:
+def _row(plan: Plan, arm: str, found: Mapping[Cell, Outcome], noise: Mapping[int, Sequence[float]]) -> ArmResult:
     shared, twice = plan.shared_rates(found)
     own = plan.best_rate(arm, found)
     outcomes = [outcome for cell, outcome in found.items() if cell == plan.cell(arm, cell.lr, cell.seed)]
@@ -101,7 +101,7 @@ def _row(plan: Plan, arm: str, found: Mapping[Cell, Outcome], noise: Mapping[int
         differences = [_minus(run.score, base) for run, base in zip(runs, first, strict=True)]
         return Losses(lr, [run.score for run in runs], differences, [_rise(run, noise[run.cell.seed]) for run in runs])
 
-    return Row(
+    return ArmResult(
         arm,
         plan.tried(arm, found),
         losses(own, shared),

@@ -23,7 +23,7 @@ from gefen_nn.errors import CheckpointError
 from gefen_nn.leaves import check_leaf
 from gefen_nn.meaning import check_kept_as
 from gefen_nn.optimizer import TransformOptimizer
-from gefen_nn.saved_index import Index, Leaf, check_leaves, check_params, read_index
+from gefen_nn.saved_index import Index, IndexedLeaf, check_leaves, check_params, read_index
 from gefen_nn.state_view import Slot
 
 _LOADER = "torch.distributed.checkpoint.state_dict_loader"
@@ -150,7 +150,7 @@ class StateTree:
 
     def _index(self) -> Index:
         shapes = {name: tuple(p.shape) for name, p in self._params.items() if p is not None}
-        return Index(shapes, {key: Leaf.of(x) for key, x in flatten_state(self.state).items()}, [])
+        return Index(shapes, {key: IndexedLeaf.of(x) for key, x in flatten_state(self.state).items()}, [])
 
     def _loaded(self, state_dict: Mapping[str, Any]) -> OptState:
         saved, own, tensors = read_index(state_dict.get("index")), self._index(), state_dict.get("state", {})
@@ -198,7 +198,7 @@ def index_of(optimizer: TransformOptimizer, slots: Mapping[str, Slot]) -> Index:
     rows = zip(optimizer.param_groups, groups.members(optimizer.param_groups), strict=True)
     values = [{**{k: v for k, v in group.items() if k != "param_names"}, "params": names} for group, names in rows]
     shapes = {name: tuple(p.shape) for name, p in _named(optimizer).items()}
-    leaves = {path: Leaf.of(slot.value, slot.owner) for path, slot in slots.items() if slot.value is not None}
+    leaves = {path: IndexedLeaf.of(slot.value, slot.owner) for path, slot in slots.items() if slot.value is not None}
     return Index(shapes, leaves, values)
 
 

@@ -17,7 +17,7 @@ from gefen_nn.control import Control
 from gefen_nn.extras import Extras
 from gefen_nn.kept import Kept
 from gefen_nn.meaning import kept_as
-from gefen_nn.offload import Host, placed
+from gefen_nn.offload import Host, stowed
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
@@ -164,7 +164,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         merged = (
             state_view.merge(fresh, params.keys(), self._kept.state, self._kept.seen.keys()) if self._ready else fresh
         )
-        return placed(merged, params, self._capturable, self._host), signature
+        return stowed(merged, params, self._capturable, self._host), signature
 
     def _sync(self) -> dict[str, Tensor]:
         """Make state for whatever needs some; return the parameters that have state."""

@@ -7,7 +7,7 @@ stepped and the last ones are written back. All of this keeps every bit.
 
 import math
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from gefen_fn.shards import local, placements_of
 from gefen_fn.tree import StructureError, tree_leaves, tree_structure
 from gefen_nn import state_view
 from gefen_nn.kept import Kept
+from gefen_nn.state_view import Slot
 
 if TYPE_CHECKING:
     from gefen_nn.optimizer import TransformOptimizer
@@ -87,14 +88,6 @@ def _check_own(optimizer: Any) -> None:
         )
 
 
-class Row(NamedTuple):
-    """The parameter that a leaf of the state belongs to, None for all, and its names as in `state_view.Slot`."""
-
-    owner: str | None
-    path: str
-    key: str
-
-
 class Host:
     """Where state is kept away from the parameters, and how it is copied.
 
@@ -111,7 +104,7 @@ class Host:
     def __init__(self, device: str | torch.device) -> None:
         self.device = torch.empty(0, device=device).device
         self._forms: dict[str, tuple[Any, ...]] = {}
-        self._rows: tuple[Any, list[Row]] = None, []
+        self._rows: tuple[Any, list[Slot]] = None, []
         if self.device.type == "meta":
             raise ValueError("State must be kept where it holds data: got the device `meta`. Use `cpu`.")
 
@@ -135,13 +128,16 @@ class Host:
         """Take the next state as it comes, because it was made anew."""
         self._forms = {}
 
-    def rows(self, state: OptState, names: Collection[str]) -> list[Row]:
-        """Whose each leaf of a state is, and its name, in the order of `tree_leaves`; kept while the structure is."""
+    def rows(self, state: OptState, names: Collection[str]) -> list[Slot]:
+        """Whose each leaf of a state is, and its name, in the order of `tree_leaves`; kept while the structure is.
+
+        Values are left out, which would be kept alive.
+        """
         structure = tree_structure(state), set(names)
         if self._rows[0] != structure:
             slots = state_view.slots(state, names)
             order = tree_leaves(state_view.refill(state, names, range(len(slots))))
-            self._rows = structure, [Row(*slots[n][:3]) for n in order]
+            self._rows = structure, [slots[n]._replace(value=None) for n in order]
         return self._rows[1]
 
     def check(self, state: OptState, params: Mapping[str, Tensor]) -> None:
@@ -187,7 +183,7 @@ def away(host: Host | None, params: Mapping[str, Tensor]) -> Host | None:
     return host if host is not None and any(host.apart(p.device) for p in params.values()) else None
 
 
-def placed(state: OptState, params: Mapping[str, Tensor], capturable: bool, host: Host | None) -> OptState:
+def stowed(state: OptState, params: Mapping[str, Tensor], capturable: bool, host: Host | None) -> OptState:
     """The state where it is to be kept: beside the parameters, or what is one parameter's own on a host."""
     if host is None:
         return state_view.place(state, params, capturable)
@@ -214,7 +210,7 @@ def moved(
             "without."
         )
     if after is not None:
-        return placed(kept.state, params, False, after)
+        return stowed(kept.state, params, False, after)
     put = None if before is None else before.copy
     return _waited(kept.state, state_view.place(kept.state, params, False, put))
 

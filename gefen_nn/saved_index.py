@@ -14,7 +14,7 @@ from gefen_nn.errors import CheckpointError
 _FIX = "Build the same model and optimizer as those that saved"
 
 
-class Leaf(NamedTuple):
+class IndexedLeaf(NamedTuple):
     """A saved tensor: the parameter it belongs to (None: to all), its dtype and its shape."""
 
     owner: str | None
@@ -22,7 +22,7 @@ class Leaf(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: Tensor, owner: str | None = None) -> "Leaf":
+    def of(cls, x: Tensor, owner: str | None = None) -> "IndexedLeaf":
         """What is written down of a tensor."""
         return cls(owner, str(x.dtype).removeprefix("torch."), tuple(x.shape))
 
@@ -37,7 +37,7 @@ class Index(NamedTuple):
     """
 
     params: dict[str, tuple[int, ...]]
-    leaves: dict[str, Leaf]
+    leaves: dict[str, IndexedLeaf]
     groups: list[dict[str, Any]]
 
     def text(self) -> str:
@@ -88,7 +88,7 @@ def read_index(text: Any) -> Index:
     if version != groups.FORMAT_VERSION:
         raise CheckpointError(f"`format_version` must be {groups.FORMAT_VERSION}: got {version}. Update the package.")
     params = {name: tuple(shape) for name, shape in whole["params"].items()}
-    leaves = {key: Leaf(owner, dtype, tuple(shape)) for key, (owner, dtype, shape) in whole["leaves"].items()}
+    leaves = {key: IndexedLeaf(owner, dtype, tuple(shape)) for key, (owner, dtype, shape) in whole["leaves"].items()}
     told = json.dumps(whole.get("rules", {}))  # where older packages wrote what now is in the groups
     return Index(params, leaves, [{"kept_as": told, **group} for group in whole["groups"]])
 
@@ -121,7 +121,9 @@ def check_params(
             )
 
 
-def check_leaves(saved: Index, own: Mapping[str, Leaf], optional: Collection[str] = (), strict: bool = True) -> None:
+def check_leaves(
+    saved: Index, own: Mapping[str, IndexedLeaf], optional: Collection[str] = (), strict: bool = True
+) -> None:
     """Refuse leaves of other names, dtypes or shapes.
 
     Args:

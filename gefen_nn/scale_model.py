@@ -100,7 +100,7 @@ def piece_at(whole: Sequence[int], cut: Cut, at: Sequence[int], reach: int | Non
     return SimulatedPiece(shape, tuple(whole), offset, axes, cut=parts, at=tuple(at), reach=reach)
 
 
-class Report(NamedTuple):
+class ScaleReport(NamedTuple):
     """A model on a world of processes; per member the most that any of them has, in bytes where nothing else is said.
 
     Attributes:
@@ -155,7 +155,9 @@ class _Held(NamedTuple):
     exchanges: int
 
 
-def simulate(model: Model, world: int, *, muon: bool = False, expert_parallel: int = 1, policy: SecondMoment) -> Report:
+def simulate(
+    model: Model, world: int, *, muon: bool = False, expert_parallel: int = 1, policy: SecondMoment
+) -> ScaleReport:
     """Cost of a step and of a checkpoint of Gefen, or of Muon with Gefen beside it, under FSDP2.
 
     Args:
@@ -176,9 +178,9 @@ def simulate(model: Model, world: int, *, muon: bool = False, expert_parallel: i
     alone = _member(model, 1, 0, muon, 1, policy)
     most = _Held(*(max(column) for column in zip(*held, strict=True)))
     if world == 1:
-        return Report(world, alone.entries, alone.state, *alone[:2], 0, 0, 0)
+        return ScaleReport(world, alone.entries, alone.state, *alone[:2], 0, 0, 0)
     vote = record_bytes(sum(leaf.copies for leaf in model.values()))
-    return Report(world, alone.entries, alone.state, *most[:3], vote, 1 + most.exchanges)
+    return ScaleReport(world, alone.entries, alone.state, *most[:3], vote, 1 + most.exchanges)
 
 
 def _sample(world: int, count: int) -> list[int]:

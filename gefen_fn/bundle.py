@@ -1,4 +1,4 @@
-"""One launch of a step in place: what it asks of other members, and what it does."""
+"""One bundle of a step in place: what it asks of other members, and what it does."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,30 +9,30 @@ from torch import Tensor
 from gefen_fn.base import OptState, Updates
 from gefen_fn.cut_step import asked_means
 from gefen_fn.exchange import then
-from gefen_fn.muon_plan import MuonLaunch
+from gefen_fn.muon_plan import MuonBundle
 from gefen_fn.muon_step import prepared_muon
-from gefen_fn.plan import Launch
+from gefen_fn.plan import Bundle
 from gefen_fn.program import Program, at
 from gefen_fn.step_values import draws_of, scalars_of
 
 
 def asked_of(
-    launch: Launch | MuonLaunch, leaves: Sequence[Any], grads: Updates, state: OptState, factor: Tensor | None
+    bundle: Bundle | MuonBundle, leaves: Sequence[Any], grads: Updates, state: OptState, factor: Tensor | None
 ) -> Any:
-    """What a launch needs before it is prepared: its scalars, and for cut tiles a `Later` with their column means."""
-    if isinstance(launch, MuonLaunch):
+    """What a bundle needs before it is prepared: its scalars, and for cut tiles a `Later` with their column means."""
+    if isinstance(bundle, MuonBundle):
         return None
-    scalars, own = scalars_of(launch, grads, state, factor), [leaves[work.index] for work in launch.works]
-    if launch.cuts is None:
+    scalars, own = scalars_of(bundle, grads, state, factor), [leaves[work.index] for work in bundle.works]
+    if bundle.cuts is None:
         return scalars, []
-    places = [work.index for work in launch.works]
-    means = asked_means(launch.module, launch.cuts, places, own, scalars, factor)
+    places = [work.index for work in bundle.works]
+    means = asked_means(bundle.module, bundle.cuts, places, own, scalars, factor)
     return then(means, lambda edges: (scalars, edges))
 
 
 def prepared(
     program: Program,
-    launch: Launch | MuonLaunch,
+    bundle: Bundle | MuonBundle,
     leaves: Sequence[Any],
     grads: Updates,
     state: OptState,
@@ -44,8 +44,8 @@ def prepared(
     """All that can be refused is done here; the result does the step.
 
     Args:
-        program: with the launch's part.
-        launch: what to step.
+        program: with the bundle's part.
+        bundle: what to step.
         leaves: what is held here of all gradients.
         grads: the gradients as a tree.
         state: before the step.
@@ -53,23 +53,23 @@ def prepared(
         got: what came of `asked_of`.
         summed: whether the back end has just added the squares of these gradients, where it does so in one go.
     """
-    if isinstance(launch, MuonLaunch):
-        return prepared_muon(program, launch, leaves, grads, state, factor)
-    (table, edges), works, part = got, launch.works, launch.works[0].part
+    if isinstance(bundle, MuonBundle):
+        return prepared_muon(program, bundle, leaves, grads, state, factor)
+    (table, edges), works, part = got, bundle.works, bundle.works[0].part
     book = at(state, part.core.path).codebook.to(works[0].param.device)
-    own, scalars = launch.gradients(leaves), launch.spread(table)
-    options = {"drive": part.core.recipe.kwargs["drive"], "ties": launch.ties, "negate": program.negate}
+    own, scalars = bundle.gradients(leaves), bundle.spread(table)
+    options = {"drive": part.core.recipe.kwargs["drive"], "ties": bundle.ties, "negate": program.negate}
     options["scaled"] = factor is not None
-    if launch.sums and summed:
+    if bundle.sums and summed:
         options["summed"] = True
-    if launch.draws:
-        options["counts"] = launch.spread(draws_of(launch))
+    if bundle.draws:
+        options["counts"] = bundle.spread(draws_of(bundle))
     counts = [work.count for work in works] + [work.drawn for work in works if work.drawn is not None]
 
     def run() -> None:
-        if launch.cuts is not None:
-            launch.cuts.put(edges)
-        launch.module.run_step(launch.plan, own, scalars, book, **options)
+        if bundle.cuts is not None:
+            bundle.cuts.put(edges)
+        bundle.module.run_step(bundle.plan, own, scalars, book, **options)
         torch._foreach_add_(counts, 1)
         torch.autograd.graph.increment_version([work.param for work in works])
 
