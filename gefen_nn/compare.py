@@ -22,7 +22,7 @@ _LONGEST_GRID = 12
 _WIDEST = 2.01  # between a best rate and its neighbours
 
 
-class Plan(NamedTuple):
+class Comparison(NamedTuple):
     """What is compared.
 
     Attributes:
@@ -57,7 +57,7 @@ class Plan(NamedTuple):
                 yield from self._sweep(arm, found)
                 done = shared
 
-    def finished(self, found: Mapping[Cell, Outcome]) -> Plan:
+    def finished(self, found: Mapping[Cell, Outcome]) -> Comparison:
         """This plan with those arms alone of which every run has been made.
 
         Args:
@@ -133,7 +133,7 @@ class Plan(NamedTuple):
 
 
 def run_plan(
-    plan: Plan, task: Task, builds: Mapping[str, Build], log: Path, *, threads: int = 1, watch: Watch = silent
+    plan: Comparison, task: Task, builds: Mapping[str, Build], log: Path, *, threads: int = 1, watch: Watch = silent
 ) -> dict[Cell, Outcome]:
     """Makes the runs of a plan that its log does not hold yet.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gefen_nn.compare import Plan
+from gefen_nn.compare import Comparison
 from gefen_nn.compare_stats import ArmResult, Losses
 from gefen_nn.console import new_figure
 
@@ -19,7 +19,7 @@ _WORST = (
 )
 
 
-def draw(plan: Plan, rows: Sequence[ArmResult], path: Path) -> None:
+def draw(plan: Comparison, rows: Sequence[ArmResult], path: Path) -> None:
     """Writes the picture.
 
     Args:
@@ -33,7 +33,7 @@ def draw(plan: Plan, rows: Sequence[ArmResult], path: Path) -> None:
     picture(plan, rows).savefig(path, dpi=120)
 
 
-def picture(plan: Plan, rows: Sequence[ArmResult]) -> Any:
+def picture(plan: Comparison, rows: Sequence[ArmResult]) -> Any:
     """Draws a comparison.
 
     Args:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from gefen_fn.text import table
-from gefen_nn.compare import Plan
+from gefen_nn.compare import Comparison
 from gefen_nn.compare_picture import draw
 from gefen_nn.compare_run import Cell, Outcome
 from gefen_nn.compare_stats import ArmResult, Losses, rows_of
 
 
-def publish(plan: Plan, found: Mapping[Cell, Outcome], out: Path, *, jump: float, as_json: bool = False) -> None:
+def publish(plan: Comparison, found: Mapping[Cell, Outcome], out: Path, *, jump: float, as_json: bool = False) -> None:
     """Prints a comparison, and writes `compare.txt`, `compare.json` and `compare.png`.
 
     Args:
@@ -36,7 +36,7 @@ def publish(plan: Plan, found: Mapping[Cell, Outcome], out: Path, *, jump: float
     draw(plan, rows, out / "compare.png")
 
 
-def text(plan: Plan, rows: Sequence[ArmResult], threshold: float) -> str:
+def text(plan: Comparison, rows: Sequence[ArmResult], threshold: float) -> str:
     """The table and how to read it.
 
     Args:
@@ -93,7 +93,9 @@ def _difference(losses: Losses) -> str:
     return f"{losses.difference:+.3f}{error}"
 
 
-def plain(plan: Plan, rows: Sequence[ArmResult], found: Mapping[Cell, Outcome], threshold: float) -> dict[str, Any]:
+def plain(
+    plan: Comparison, rows: Sequence[ArmResult], found: Mapping[Cell, Outcome], threshold: float
+) -> dict[str, Any]:
     """A comparison as JSON has it: no infinite numbers.
 
     Args:

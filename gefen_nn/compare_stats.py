@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
-from gefen_nn.compare import Plan
+from gefen_nn.compare import Comparison
 from gefen_nn.compare_run import Cell, Outcome
 from gefen_nn.curves import batch_noise, largest_rise
 
@@ -76,7 +76,7 @@ class ArmResult(NamedTuple):
     optimizer_ms: float
 
 
-def rows_of(plan: Plan, found: Mapping[Cell, Outcome]) -> list[ArmResult]:
+def rows_of(plan: Comparison, found: Mapping[Cell, Outcome]) -> list[ArmResult]:
     """The arms of a plan that has been run.
 
     Args:
@@ -90,7 +90,7 @@ def rows_of(plan: Plan, found: Mapping[Cell, Outcome]) -> list[ArmResult]:
     return [_row(plan, arm, found, noise) for arm in plan.arms]
 
 
-def _row(plan: Plan, arm: str, found: Mapping[Cell, Outcome], noise: Mapping[int, Sequence[float]]) -> ArmResult:
+def _row(plan: Comparison, arm: str, found: Mapping[Cell, Outcome], noise: Mapping[int, Sequence[float]]) -> ArmResult:
     shared, twice = plan.shared_rates(found)
     own = plan.best_rate(arm, found)
     outcomes = [outcome for cell, outcome in found.items() if cell == plan.cell(arm, cell.lr, cell.seed)]
@@ -112,7 +112,7 @@ def _row(plan: Plan, arm: str, found: Mapping[Cell, Outcome], noise: Mapping[int
     )
 
 
-def _curves(plan: Plan, found: Mapping[Cell, Outcome], seed: int) -> list[list[float]]:
+def _curves(plan: Comparison, found: Mapping[Cell, Outcome], seed: int) -> list[list[float]]:
     """Training losses of the runs of a seed that came to their end; of others the longest, where none did."""
     of_seed = [out.losses for cell, out in found.items() if cell == plan.cell(cell.arm, cell.lr, seed)]
     longest = max(map(len, of_seed))

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from gefen_nn import cli, compare_log
-from gefen_nn.compare import Plan, run_plan
+from gefen_nn.compare import Comparison, run_plan
 from gefen_nn.compare_picture import picture
 from gefen_nn.compare_report import plain, text
 from gefen_nn.compare_run import Cell, Outcome, train
@@ -23,7 +23,7 @@ from tests.benchmarks.quality import tasks
 from tests.benchmarks.quality.arms import OURS, SETS, arms
 
 BUILD = {"adamw": BUILDS["adamw"], "sgd": lambda model, lr: torch.optim.SGD(model.parameters(), lr)}
-PLAN = Plan("line", ("adamw", "sgd"), (0.1, 0.2), seeds=2, steps=4)
+PLAN = Comparison("line", ("adamw", "sgd"), (0.1, 0.2), seeds=2, steps=4)
 MODULE = """
 import tests.test_compare
 line = tests.test_compare.line

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gefen_nn.compare import Plan
+from gefen_nn.compare import Comparison
 from gefen_nn.compare_log import read
 from gefen_nn.compare_report import text
 from gefen_nn.compare_stats import rows_of
@@ -18,7 +18,7 @@ def judged(folder):
     """The plan of a report with the arms whose runs are all there, and their rows by name."""
     found = read(folder / "runs.jsonl")
     arms = tuple(dict.fromkeys(["adamw", *(cell.arm for cell in found)]))
-    plan = Plan(folder.name.replace("-b2-", ", b2 "), arms, seeds=3, steps=300).finished(found)
+    plan = Comparison(folder.name.replace("-b2-", ", b2 "), arms, seeds=3, steps=300).finished(found)
     return plan, {row.arm: row for row in rows_of(plan, found)}
 
 

@@ -8,7 +8,7 @@ import argparse
 from pathlib import Path
 
 from gefen_nn.arguments import Within, folder, positive
-from gefen_nn.compare import Plan, run_plan
+from gefen_nn.compare import Comparison, run_plan
 from gefen_nn.compare_log import read
 from gefen_nn.compare_report import publish
 from gefen_nn.console import bar
@@ -23,7 +23,7 @@ def main() -> None:
     for name in given.tasks:
         out = given.out / f"{name}-b2-{given.b2:g}"
         out.mkdir(parents=True, exist_ok=True)
-        plan = Plan(f"{name}, b2 {given.b2:g}", tuple(builds), seeds=given.seeds, steps=given.steps)
+        plan = Comparison(f"{name}, b2 {given.b2:g}", tuple(builds), seeds=given.seeds, steps=given.steps)
         if not given.report:
             run_plan(plan, TASKS[name], builds, out / "runs.jsonl", watch=bar)
         found = read(out / "runs.jsonl")
