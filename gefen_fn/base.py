@@ -236,6 +236,7 @@ def stateless(f: Callable[[Updates, Params | None], Updates]) -> GradientTransfo
 
 def _stateless(f: Callable[[Updates, Params | None], Updates], recipe: Recipe) -> GradientTransformation:
     def init(params: Params) -> EmptyState:
+        check_tensors(params)
         return EmptyState()
 
     def update(

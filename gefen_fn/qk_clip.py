@@ -15,7 +15,7 @@ from gefen_fn.combine import choices_of
 from gefen_fn.scalar import Scalar, check_positive, check_state, exact, wide_dtype
 from gefen_fn.scale import need_params
 from gefen_fn.shards import Piece, piece_of
-from gefen_fn.tree import StructureError, Tree, map_update, readable, tree_leaves, tree_paths
+from gefen_fn.tree import StructureError, Tree, check_tensors, map_update, readable, tree_leaves, tree_paths
 
 _QUERY = re.compile(r"q|query|wq|to_q|q_proj|query_proj", re.IGNORECASE)
 _KEY = re.compile(r"k|key|wk|to_k|k_proj|key_proj", re.IGNORECASE)
@@ -116,6 +116,7 @@ def clip_by_qk(
     check_positive("threshold", threshold)
 
     def init(params: Params) -> EmptyState:
+        check_tensors(params)
         return EmptyState()
 
     def update(

@@ -27,6 +27,7 @@ from gefen_fn import (
     describe,
     ema,
     exponential_decay,
+    find_block,
     find_blocks,
     flatten_state,
     gefen,
@@ -34,11 +35,14 @@ from gefen_fn import (
     global_norm,
     gradient_histogram,
     health,
+    identity,
+    learn_codebook,
     linear_schedule,
     lion,
     move_state,
     muon,
     muon_labels,
+    orthogonalize,
     partition,
     piecewise_constant_schedule,
     polynomial_schedule,
@@ -108,8 +112,10 @@ NO_TREES = {
     "an optimizer of torch": (torch.optim.SGD(NET.parameters()), "optimizer.state"),
 }
 BOOK = default_codebook()
+TRANSFORMS = [identity(), sgd(0.1), clip(1.0), clip_by_qk(), zero_nans(), gefen(0.1), gefen_muon(0.1)]
 TAKE_TREES = [
-    *(tx.init for tx in (sgd(0.1), clip(1.0), zero_nans(), gefen(0.1), gefen_muon(0.1), partition({0: sgd(0.1)}, 0))),
+    *(tx.init for tx in TRANSFORMS),
+    partition({0: sgd(0.1)}, 0).init,
     lambda tree: describe(sgd(0.1), tree),
     lambda tree: adamw(0.1).update(tree, adamw(0.1).init({}), tree),
     lambda tree: adamw(0.1).update(PARAMS, adamw(0.1).init(PARAMS), tree),
@@ -141,6 +147,18 @@ TAKE_TREES = [
 def test_what_is_no_tree_of_tensors_is_refused_and_the_way_to_one_named(given, fix):
     for call in TAKE_TREES:
         refuse((StructureError, TypeError), lambda call=call: call(given), fix)
+
+
+NO_TENSORS = {
+    "orthogonalize": orthogonalize,
+    "find_block": lambda module: find_block(module, (64, 72)),
+    "learn_codebook": learn_codebook,
+}
+
+
+@pytest.mark.parametrize("call", NO_TENSORS.values(), ids=NO_TENSORS)
+def test_a_module_in_the_place_of_one_tensor_is_refused(call):
+    refuse(TypeError, lambda: call(NET), "got Linear. Pass ")
 
 
 NO_OPTIMIZERS = {"adamw_state": adamw_state, "convert_state": lambda net: convert_state({}, net)}

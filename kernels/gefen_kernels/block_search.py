@@ -46,6 +46,7 @@ def find_block(
         A divisor of the row's (or the leaf's) length.
 
     Raises:
+        TypeError: if `squared_grad` is no tensor.
         ValueError: if the rule is unknown or `squared_grad` does not have the entries of `shape`.
 
     Example:
@@ -57,6 +58,11 @@ def find_block(
     """
     if rule not in _RULES:
         raise ValueError(f"`rule` must be one of {_RULES}: got {rule!r}. Use 'variance_drop' for the paper's rule")
+    if not isinstance(squared_grad, Tensor):
+        raise TypeError(
+            f"`squared_grad` must be a tensor: got {type(squared_grad).__name__}. Pass `p.grad.square()`, or a tree of "
+            "gradients to `gefen_fn.find_blocks`"
+        )
     if squared_grad.numel() != math.prod(shape):
         raise ValueError(
             f"`squared_grad` must have the entries of `shape`: got {squared_grad.numel()} for {tuple(shape)}. "

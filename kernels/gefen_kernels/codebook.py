@@ -87,9 +87,10 @@ def _check(histogram: Tensor, levels: int) -> None:
             f"`levels` must be even and from 4 to 256: got {levels!r}. Use 256 for uint8 codes, 16 for 4 bits"
         )
     if not isinstance(histogram, Tensor) or histogram.dtype != torch.int64:
+        came = histogram.dtype if isinstance(histogram, Tensor) else type(histogram).__name__
         raise TypeError(
-            f"`histogram` must hold int64 counts: got {getattr(histogram, 'dtype', type(histogram))}. "
-            "Convert it with `.to(torch.int64)`"
+            f"`histogram` must hold int64 counts: got {came}. Pass `gradient_histogram(grads)`, or convert yours by "
+            "`.to(torch.int64)`"
         )
     if histogram.dim() != 1 or histogram.numel() % 2:
         raise ValueError(

@@ -45,7 +45,7 @@ def orthogonalize(
 
     Raises:
         ValueError: if x has fewer than two axes, or `coeffs` or `dtype` is none of those named.
-        TypeError: if x is not of a floating dtype, `coeffs` neither a name nor triples, or `eps` a string.
+        TypeError: if x is no tensor of a floating dtype, `coeffs` neither a name nor triples, or `eps` a string.
 
     Example:
         >>> x = torch.randn(8, 64, 32)  # eight matrices
@@ -233,6 +233,8 @@ def _shortens_fp32() -> bool:
 
 def _wide(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The matrices as `[N, R, C]`, R <= C."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"A matrix must be a tensor: got {type(x).__name__}. Pass a module's `weight`.")
     if x.dim() < 2:
         raise ValueError(
             f"A matrix has at least two axes: got shape {tuple(x.shape)}. Reshape it, or keep this leaf out of Muon."
