@@ -51,7 +51,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .venv-peers demo-out bench-out site
+	rm -rf $(VENV) .venv-peers demo-out bench-out site jupyter_execute
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
