@@ -115,11 +115,12 @@ def work_of(step):
 
 
 def test_trap_the_first_step_learns_one_codebook_and_writes_at_most_three_times_an_ordinary_one(monkeypatch):
-    calls, learning = Counter(), import_module("gefen_fn.calibrate")
-    for name in ("histogram_of", "learn_codebook"):
-        whole = getattr(learning, name)
+    calls = Counter()
+    for file, name in (("first_moment", "histogram_of"), ("calibrate", "learn_codebook")):
+        module = import_module(f"gefen_fn.{file}")
+        whole = getattr(module, name)
         monkeypatch.setattr(
-            learning, name, lambda *a, name=name, whole=whole, **k: calls.update([name]) or whole(*a, **k)
+            module, name, lambda *a, name=name, whole=whole, **k: calls.update([name]) or whole(*a, **k)
         )
     params = [nn.Parameter(noise(256, 300, seed=i)) for i in range(4)]
     optimizer = Gefen(params, fused=False)
