@@ -57,18 +57,29 @@ class Comparison(NamedTuple):
                 yield from self._sweep(arm, found)
                 done = shared
 
-    def finished(self, found: Mapping[Cell, Outcome]) -> Comparison:
-        """This plan with those arms alone of which every run has been made.
+    def seeds_of(self, arm: str, found: Mapping[Cell, Outcome]) -> int:
+        """With how many seeds, up to this plan's, every run of an arm and of the first one has been made.
+
+        Args:
+            arm: Which optimizer.
+            found: The outcomes so far.
+        """
+        pair = list(dict.fromkeys((self.arms[0], arm)))
+
+        def complete(seeds: int) -> bool:  # stops at the first run that is not there
+            return all(cell in found for cell in self._replace(arms=pair, seeds=seeds).cells(found))
+
+        return next((seeds for seeds in range(self.seeds, 0, -1) if complete(seeds)), 0)
+
+    def finished(self, found: Mapping[Cell, Outcome], least: int | None = None) -> Comparison:
+        """This plan with those arms alone that can be judged.
 
         Args:
             found: The outcomes so far.
+            least: With how many seeds; None for all of the plan's.
         """
-
-        def complete(arm: str) -> bool:
-            pair = self._replace(arms=list(dict.fromkeys((self.arms[0], arm))))
-            return all(cell in found for cell in pair.cells(found))  # stops at the first that is not
-
-        return self._replace(arms=[arm for arm in self.arms if complete(arm)])
+        needed = self.seeds if least is None else least
+        return self._replace(arms=[arm for arm in self.arms if self.seeds_of(arm, found) >= needed])
 
     def tried(self, arm: str, found: Mapping[Cell, Outcome]) -> dict[float, float]:
         """The held-out losses of the first seed by learning rate, ascending in the rate.
@@ -91,7 +102,7 @@ class Comparison(NamedTuple):
         return sorted(tried, key=tried.__getitem__)[:2]
 
     def best_rate(self, arm: str, found: Mapping[Cell, Outcome]) -> float:
-        """The contender with the lower mean over seeds.
+        """The contender with the lower mean over all seeds that have been run.
 
         Args:
             arm: Which optimizer.
@@ -99,8 +110,7 @@ class Comparison(NamedTuple):
         """
 
         def mean(lr: float) -> float:
-            cells = (self.cell(arm, lr, seed) for seed in range(self.seeds))
-            return fmean(found[cell].score for cell in cells if cell in found)
+            return fmean(out.score for cell, out in found.items() if cell == self.cell(arm, lr, cell.seed))
 
         return min(self.contenders(arm, found), key=mean)
 

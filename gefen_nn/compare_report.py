@@ -49,11 +49,10 @@ def text(plan: Comparison, rows: Sequence[ArmResult], threshold: float) -> str:
     """
     first, shared = plan.arms[0], rows[0].shared.lr
     at = [f"at {shared:g}", f"from {first}", "jumps"], [f"at {2 * shared:g}", f"from {first}", "not worse", "jumps"]
-    head = ["arm", "best lr", "loss there", "range", *at[0], *at[1], "bytes/param", "optimizer ms"]
-    seeds = f"{plan.seeds} seeds" if plan.seeds > 1 else "1 seed"
+    head = ["arm", "seeds", "best lr", "loss there", "range", *at[0], *at[1], "bytes/param", "optimizer ms"]
     return "\n".join(
         [
-            f"{plan.task}: held-out loss after {plan.steps} steps, mean of {seeds}",
+            f"{plan.task}: held-out loss after {plan.steps} steps, mean over seeds",
             table([head, *(_cells(row, threshold) for row in rows)]),
             f"from {first}: mean difference of the same seeds +- its standard error. not worse: seeds no higher than "
             f"{first}'s.",
@@ -67,6 +66,7 @@ def _cells(row: ArmResult, threshold: float) -> list[str]:
     seeds = len(own.by_seed)
     return [
         row.arm,
+        str(seeds),
         f"{own.lr:g}",
         _loss(own.mean),
         f"{_loss(min(own.by_seed))} to {_loss(max(own.by_seed))}",

@@ -92,12 +92,12 @@ def rows_of(plan: Comparison, found: Mapping[Cell, Outcome]) -> list[ArmResult]:
 
 def _row(plan: Comparison, arm: str, found: Mapping[Cell, Outcome], noise: Mapping[int, Sequence[float]]) -> ArmResult:
     shared, twice = plan.shared_rates(found)
-    own = plan.best_rate(arm, found)
+    own, seeds = plan.best_rate(arm, found), range(plan.seeds_of(arm, found))
     outcomes = [outcome for cell, outcome in found.items() if cell == plan.cell(arm, cell.lr, cell.seed)]
 
     def losses(lr: float, first_lr: float) -> Losses:
-        runs = [found[plan.cell(arm, lr, seed)] for seed in range(plan.seeds)]
-        first = [found[plan.cell(plan.arms[0], first_lr, seed)].score for seed in range(plan.seeds)]
+        runs = [found[plan.cell(arm, lr, seed)] for seed in seeds]
+        first = [found[plan.cell(plan.arms[0], first_lr, seed)].score for seed in seeds]
         differences = [_minus(run.score, base) for run, base in zip(runs, first, strict=True)]
         return Losses(lr, [run.score for run in runs], differences, [_rise(run, noise[run.cell.seed]) for run in runs])
 

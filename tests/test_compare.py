@@ -19,7 +19,7 @@ from gefen_nn.curves import batch_noise, largest_rise
 from gefen_nn.language_task import language
 from gefen_nn.optimizer_bytes import state_bytes
 from gefen_nn.task import BUILDS, Run
-from tests.benchmarks.quality import tasks
+from tests.benchmarks.quality import summary, tasks
 from tests.benchmarks.quality.arms import OURS, SETS, arms
 
 BUILD = {"adamw": BUILDS["adamw"], "sgd": lambda model, lr: torch.optim.SGD(model.parameters(), lr)}
@@ -60,7 +60,7 @@ def test_the_command_trains_reports_and_is_carried_on(tmp_path, monkeypatch, cap
     assert cli.main(command) == 0
     shown, log = capsys.readouterr().out, Path("out/runs.jsonl").read_bytes()
     assert Path("out/compare.txt").read_text() == shown
-    assert shown.splitlines()[0] == "mine:line: held-out loss after 3 steps, mean of 2 seeds"
+    assert shown.splitlines()[0] == "mine:line: held-out loss after 3 steps, mean over seeds"
     assert [words.split()[0] for words in shown.splitlines()[2:4]] == ["adamw", "mine:halves"]
     assert Path("out/compare.png").read_bytes().startswith(b"\x89PNG")
     assert cli.main([*command, "--quick", "--json"]) == 0
@@ -120,11 +120,28 @@ def test_a_plan_that_was_stopped_tells_which_arms_are_finished():
     assert PLAN._replace(seeds=3).finished(found).arms == PLAN.finished({}).arms == []
 
 
+def test_an_arm_is_judged_by_the_seeds_that_it_and_the_first_have_been_run_with():
+    found = made_up(lambda arm, lr, seed: 1 + abs(math.log(lr / 0.2)) + seed, PLAN._replace(seeds=3))
+    del found[PLAN.cell("sgd", 0.4, 2)]
+    plan = PLAN._replace(seeds=3).finished(found, least=2)
+    assert [plan.seeds_of(arm, found) for arm in plan.arms] == [3, 2]
+    assert [len(losses.by_seed) for row in rows_of(plan, found) for losses in row[2:5]] == [3, 3, 3, 2, 2, 2]
+    assert [words.split()[1] for words in text(plan, rows_of(plan, found), 0.1).splitlines()[2:4]] == ["3", "2"]
+
+
 def test_all_seeds_decide_between_the_two_rates_that_came_lowest():
     losses = {0.05: 3, 0.1: 1, 0.2: 1.1, 0.4: 1.2, 0.8: 3}
     found = made_up(lambda arm, lr, seed: losses[lr] - (seed and 0.4 * (lr > 0.15)))
     assert PLAN.best_rate("adamw", found) == 0.2 and PLAN.shared_rates(found) == [0.2, 0.4]
     assert rows_of(PLAN, found)[1].twice.by_seed == pytest.approx([1.2, 0.8])
+
+
+def test_the_summary_shows_every_task_that_an_arm_ran_on_and_what_diverged(tmp_path):
+    losses = {"adamw": 1.0, "sgd": 1.02, "far": 2.0, "lost": None}
+    plan = PLAN._replace(arms=tuple(losses), rates=(0.1,))
+    rows = rows_of(plan, made_up(lambda arm, lr, seed: losses[arm], plan))
+    summary.draw({"one": rows, "other": rows[:2]}, tmp_path / "summary.png")
+    assert (tmp_path / "summary.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_grid_whose_runs_all_diverge_comes_to_an_end():
@@ -196,7 +213,7 @@ def test_the_table_tells_the_share_of_runs_that_jump(rise, jumps):
     plan = PLAN._replace(arms=("adamw", "gefen", "sgd"))
     found = made_up(lambda arm, lr, seed: 1 + abs(math.log(lr / 0.2)), plan, rise)
     shown = text(plan, rows_of(plan, found), 0.1).splitlines()
-    assert [words.split()[9] for words in shown[2:5]] == ["0/2", "0/2", f"{jumps}/2"]
+    assert [words.split()[10] for words in shown[2:5]] == ["0/2", "0/2", f"{jumps}/2"]
 
 
 def test_state_bytes_count_each_storage_once_and_no_parameter():

@@ -1,7 +1,8 @@
 """The quality laboratory: tasks x arms x learning rates x seeds, as `gefen compare` makes them.
 
 `python -m tests.benchmarks.quality --tasks language --arms core` takes about half an hour on one quiet core. Each run
-is kept in the folder of its task, so the command may be stopped and given again, with more seeds or arms too.
+is kept in the folder of its task, so the command may be stopped and given again, with more seeds or arms too. Arms
+that have been run with fewer seeds than others are judged by those.
 """
 
 import argparse
@@ -11,15 +12,19 @@ from gefen_nn.arguments import Within, folder, positive
 from gefen_nn.compare import Comparison, run_plan
 from gefen_nn.compare_log import read
 from gefen_nn.compare_report import publish
+from gefen_nn.compare_stats import rows_of
 from gefen_nn.console import bar
+from tests.benchmarks.quality import summary
 from tests.benchmarks.quality.arms import SETS, arms
 from tests.benchmarks.quality.tasks import TASKS
+
+_LEAST = 3  # seeds of an arm in the table, where no fewer are asked for
 
 
 def main() -> None:
     """Run what is missing, and report every task."""
     given = _parser().parse_args()
-    builds = arms(given.arms, given.b2)
+    builds, judged = arms(given.arms, given.b2), {}
     for name in given.tasks:
         out = given.out / f"{name}-b2-{given.b2:g}"
         out.mkdir(parents=True, exist_ok=True)
@@ -27,8 +32,11 @@ def main() -> None:
         if not given.report:
             run_plan(plan, TASKS[name], builds, out / "runs.jsonl", watch=bar)
         found = read(out / "runs.jsonl")
-        if (finished := plan.finished(found)).arms:
+        if (finished := plan.finished(found, least=min(_LEAST, given.seeds))).arms:
             publish(finished, found, out, jump=given.jump)
+            judged[name] = rows_of(finished, found)
+    if judged:
+        summary.draw(judged, given.out / f"summary-b2-{given.b2:g}.png")
 
 
 def _parser() -> argparse.ArgumentParser:
