@@ -147,6 +147,17 @@ def first_entry(piece: Piece, start: int, matrix: int = 0, row: int = 0) -> int:
     return line * math.prod(piece.whole[start:])
 
 
+def is_one_run(piece: Piece, start: int, *, cut: bool) -> bool:
+    """Whether each leaf of a back end is one run of the flattened leaf, from `first_entry` on.
+
+    Args:
+        piece: where what is held here lies.
+        start: first of the axes that are merged into columns.
+        cut: whether it has cut tiles, so that a back end takes it matrix by matrix.
+    """
+    return piece.axes <= (set(range(start)) if cut else {0})
+
+
 class Cuts(NamedTuple):
     """The leaves of a bundle that have cut tiles.
 

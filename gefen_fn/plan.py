@@ -11,7 +11,7 @@ from torch import Tensor
 from gefen_fn.base import OptState, Params, Updates
 from gefen_fn.blocks import LeafLayout, layouts
 from gefen_fn.combine import bools, choices_of
-from gefen_fn.cut_step import CutLeaves, Cuts, first_entry, lay_out
+from gefen_fn.cut_step import CutLeaves, Cuts, first_entry, is_one_run, lay_out
 from gefen_fn.first_moment import check_moment
 from gefen_fn.muon_plan import MuonBundle, MuonWork, muon_works
 from gefen_fn.program import Part, Program, at
@@ -67,8 +67,8 @@ class Work:
         module, cut, leaf = ops.back_end(self.param.device), self.tiles is not None, self.leaf(grad, decays=True)
         if isinstance(self.policy, Factored) and self.layout.unflattened is not self.layout:
             return False
-        random, axes = leaf.random_codes or leaf.random_param, self.layout.piece.axes
-        if random and not axes <= (set(range(self.layout.start)) if cut else {0}):
+        random, piece = leaf.random_codes or leaf.random_param, self.layout.piece
+        if random and not is_one_run(piece, self.layout.start, cut=cut):
             return False
         return module is not None and bool(module.supports(leaf)) and (not cut or self.param.is_contiguous())
 

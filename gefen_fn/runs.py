@@ -9,10 +9,11 @@ from torch import Tensor
 from gefen_fn.base import GradientTransformation, Params
 from gefen_fn.blocks import FlatBlocks, layout_list
 from gefen_fn.combine import choices_of
+from gefen_fn.cut_step import is_one_run
 from gefen_fn.fuse import FusedStep, Step, fuse
 from gefen_fn.program import Part, Program, unread
 from gefen_fn.second_moment import Factored, policy_for
-from gefen_fn.shards import piece_of
+from gefen_fn.shards import local, piece_of
 from gefen_fn.tree import readable, tree_leaves, tree_paths
 from gefen_kernels import ops
 
@@ -97,11 +98,11 @@ def _gefen_reason(part: Part, layout: Any, p: Tensor) -> str:
     given, policy = part.core.recipe.kwargs, policy_for(part.core.recipe.kwargs["second_moment"], layout)
     codes = given["rounding"] == "stochastic" and not layout.dense
     param = part.rounding is not None and p.dtype == torch.bfloat16
-    if (codes or param) and (p.device.type == "cpu" or layout.piece.axes):
-        where = "cut by shards" if layout.piece.axes else "slow on a CPU"
-        return f"{'codes' if codes else 'bf16 parameters'} rounded at random, {where}"
     if isinstance(policy, Factored) and isinstance(given["block"], FlatBlocks):
         return "tiles beside blocks of a flattened leaf"
-    if isinstance(policy, Factored) and policy.tiles(layout).peers is not None:
-        return "tiles cut by shards"
+    cut = isinstance(policy, Factored) and policy.tiles(layout).peers is not None
+    if (codes or param) and not is_one_run(layout.piece, layout.start, cut=cut):
+        return f"{'codes' if codes else 'bf16 parameters'} rounded at random, cut by shards beyond the first axis"
+    if cut and not local(p).is_contiguous():
+        return "tiles cut by shards, not contiguous"
     return "blocks of more than 65,536" if p.device.type == "cuda" and layout.block > _LONGEST else ""

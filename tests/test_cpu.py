@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from gefen_kernels import cpu, cpu_loops, cpu_moment, cpu_step, moment, reference, step
+from gefen_kernels import cpu, cpu_leaf, cpu_loops, cpu_moment, moment, reference, step
 from gefen_kernels.codebook import default_codebook, learn_codebook
 
 CROWDED = torch.cat([-(torch.linspace(1, 0, 128) ** 9), torch.linspace(0, 1, 128) ** 9])
@@ -77,6 +77,36 @@ def test_blocks_without_a_normal_largest_magnitude_have_the_references_codes(boo
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("first", [0, (1 << 34) - 5], ids="from entry {}".format)
+@pytest.mark.parametrize(("book", "ties"), BOOKS.values(), ids=BOOKS)
+@layouts
+def test_what_is_drawn_is_the_references(shape, block, start, book, ties, first):
+    g, whole = drawn(shape), ((1 << 35,), (first,))
+    near = torch.cat([book, *(torch.nextafter(book, torch.full_like(book, to)) for to in (-2.0, 2.0))]).clamp(-1, 1)
+    entries = g.view(-1)[: g.numel() // 2]
+    entries.copy_(near.repeat(1 + len(entries) // len(near))[: len(entries)])
+    for i, bad in enumerate([-0.0, *BAD, 0.0][: g.numel()]):
+        g.view(-1)[-1 - 90 * i :: 10000] = bad
+    p, codes = drawn(shape, 1).bfloat16(), torch.full(shape, 128, dtype=torch.uint8)
+    state = codes, torch.zeros(reference.scale_shape(shape, block, start)), (torch.zeros(shape),)
+    leaf = step.Leaf(g, p.clone(), *state, "dense", start=start, block=block, seed=7, first=first)
+    scalars = torch.tensor([[0.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1e-2, 0.0, 1.0]])  # m = g, p + g / 100
+    leaf = leaf._replace(random_codes=True, random_param=True, decays=False)
+    cpu.gefen_step([leaf], scalars, book, ties=ties, counts=torch.tensor([[3, 1 << 33]]))
+    noise = reference.uniform(7, torch.tensor(3), (g.numel(),), "cpu", whole).view(shape)
+    expected = reference.encode(g, book, block=block, start=start, ties=ties, noise=noise)
+    torch.testing.assert_close((leaf.mu, leaf.absmax), expected, rtol=0, atol=0, equal_nan=True)
+    words = reference.random_words(7 + step.PARAM_STREAM, torch.tensor(1 << 33), (g.numel(),), "cpu", whole).view(shape)
+    moved = reference.round_to_bf16(p.float() + g / (1 + g * g * 0) * 1e-2, words)
+    torch.testing.assert_close(leaf.param.float(), moved, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_is_drawn_needs_counts():
+    leaf = step.Leaf(*(torch.zeros(3) for _ in range(3)), None, (torch.zeros(3),), "dense")
+    with pytest.raises(ValueError, match="`counts` must be given where a leaf is rounded at random"):
+        cpu.gefen_step([leaf._replace(param=leaf.param.bfloat16(), random_param=True)], torch.ones(1, 10), CROWDED)
+
+
 @pytest.mark.parametrize("suffix", ["nbi", "nbc"])
 @pytest.mark.parametrize("share", [0, 0.5], ids=["empty", "cut off"])
 def test_kept_code_that_a_crash_has_damaged_is_compiled_anew(share, suffix, tmp_path, monkeypatch):
@@ -117,8 +147,8 @@ def test_numbers_are_rounded_as_torch_rounds_them(dtype):
 
 def test_tables_name_the_scalars_in_the_order_of_the_step():
     names = ("B1", "NOT_B1", "B2", "NOT_B2", "CORRECTION1", "ROOT_CORRECTION2", "EPS", "STEP", "DECAY", "GRAD_SCALE")
-    assert [getattr(cpu_step, name) for name in names] == list(range(len(step.SCALARS)))
-    assert cpu_step.SCALARS == len(step.SCALARS)
+    assert [getattr(cpu_leaf, name) for name in names] == list(range(len(step.SCALARS)))
+    assert cpu_leaf.SCALARS == len(step.SCALARS)
 
 
 def test_strided_or_foreign_leaves_are_not_taken():

@@ -134,8 +134,9 @@ def test_rows_with_given_means_step_as_in_their_whole_tile(module, row, option):
         assert all(map(torch.equal, own, state_of(leaf)))
 
 
+@back_ends
 @pytest.mark.parametrize(("policy", "shape", "cut"), [("block", (12, 256), 5), ("dense", (70,), 33)], ids=str)
-def test_rows_of_a_shard_draw_what_they_draw_in_the_whole_leaf(policy, shape, cut):
+def test_rows_of_a_shard_draw_what_they_draw_in_the_whole_leaf(policy, shape, cut, module):
     """Block by block from the fourth row on with 16 bytes at once; entry by entry where that is not possible."""
     p, counts = drawn(shape, 1, BF16), torch.tensor([[3, 4]])
     if policy == "dense":
@@ -156,8 +157,8 @@ def test_rows_of_a_shard_draw_what_they_draw_in_the_whole_leaf(policy, shape, cu
         return whole._replace(grad=whole.grad[rows], first=rows.start * p[0].numel(), **own)
 
     pieces = [piece(slice(0, cut)), piece(slice(cut, shape[0]))]
-    triton_step.gefen_step([whole], numbers(1), BOOK, counts=counts)
-    triton_step.gefen_step(pieces, numbers(2), BOOK, counts=counts.expand(2, -1))
+    module.gefen_step([whole], numbers(1), BOOK, counts=counts)
+    module.gefen_step(pieces, numbers(2), BOOK, counts=counts.expand(2, -1))
     assert torch.equal(torch.cat([x.param for x in pieces]), whole.param)
     assert torch.equal(torch.cat([x.mu for x in pieces]), whole.mu)
 

@@ -86,6 +86,9 @@ EXPRESSIONS = {
     "dense": lambda: gefen(1e-2, second_moment=Dense()),
     "random codes": lambda: gefen(1e-2, rounding="stochastic"),
     "random parameters": lambda: chain(gefen(1e-2), stochastic_rounding()),
+    "both at random": lambda: chain(
+        gefen(1e-2, second_moment=Block(), block=100, rounding="stochastic", drive="m_hat"), stochastic_rounding()
+    ),
     "flat blocks with tiles": lambda: gefen(1e-2, block=FlatBlocks(100)),
     "odd blocks": lambda: gefen(1e-2, block={k: 100 if k == "w" else 64 for k in SHAPES}),
     "schedules everywhere": lambda: gefen(COSINE, b1=linear_schedule(0.8, 0.9, 5), weight_decay=COSINE),
@@ -176,7 +179,9 @@ def test_four_fused_steps_are_four_plain_ones(make):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", ["gefen with decay", "clip", "ascent", "random parameters", "clipped gefen_muon"])
+@pytest.mark.parametrize(
+    "name", ["gefen with decay", "clip", "ascent", "random parameters", "both at random", "clipped gefen_muon"]
+)
 def test_other_dtypes_are_rounded_alike(name, dtype):
     tx = EXPRESSIONS[name]()
     step = fuse(tx)

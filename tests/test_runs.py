@@ -38,12 +38,12 @@ CASES = {
     "codes at random": (
         gefen(1e-3, rounding="stochastic"),
         params(),
-        "cpu: numba loops for 1 of 3 leaves, plain torch for the others (codes rounded at random, slow on a CPU: v, w)",
+        "cpu: numba loops",
     ),
     "bf16 at random": (
         chain(gefen(1e-3), stochastic_rounding()),
         params(torch.bfloat16),
-        "cpu: plain torch (bf16 parameters rounded at random, slow on a CPU)",
+        "cpu: numba loops",
     ),
     "flattened": (
         gefen(1e-3, block=FlatBlocks(256)),

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gefen_kernels import cpu_step
+from gefen_kernels import cpu_leaf
 from gefen_kernels.cpu_loops import F32, FEW, I64, KINDS, add_squares, close_rows, kept
 from gefen_kernels.cpu_threads import Ints, share
 from gefen_kernels.cpu_vectors import RUN, after, floats, integers
@@ -22,7 +22,7 @@ class SumPlan(NamedTuple):
 
     Attributes:
         shapes: of each gradient's sums.
-        table: int64 `[leaves, FIELDS]`, see `cpu_step`; only what tells of the gradient is filled in.
+        table: int64 `[leaves, FIELDS]`, see `cpu_leaf`; only what tells of the gradient is filled in.
         tasks: int64 `[tasks, 6]`, see `add_strips`.
     """
 
@@ -33,9 +33,9 @@ class SumPlan(NamedTuple):
 
 def plan_sums(grads: Sequence[Tensor], strips: Sequence[Sequence[tuple[int, int]]]) -> SumPlan:
     """Lay out strips of gradients `[R, C]`, each with its first row and its rows: a power of two, `STRIP` at most."""
-    table = np.zeros((len(grads), cpu_step.FIELDS), np.int64)
-    table[:, cpu_step.GRAD_KIND] = [KINDS[g.dtype] for g in grads]
-    table[:, cpu_step.COLUMNS] = [g.shape[1] for g in grads]
+    table = np.zeros((len(grads), cpu_leaf.FIELDS), np.int64)
+    table[:, cpu_leaf.GRAD_KIND] = [KINDS[g.dtype] for g in grads]
+    table[:, cpu_leaf.COLUMNS] = [g.shape[1] for g in grads]
     tasks, out = [], 0
     for n, (g, own) in enumerate(zip(grads, strips, strict=True)):
         columns = g.shape[1]
@@ -59,9 +59,9 @@ def run_sums(plan: SumPlan, grads: Sequence[Tensor], scale: Tensor | None = None
         fp32 `[strips, C]` for each.
     """
     read = [g.resolve_neg().contiguous() for g in grads]
-    plan.table[:, cpu_step.GRAD] = [g.data_ptr() for g in read]
-    numbers = np.zeros((1, cpu_step.SCALARS), np.float32)
-    numbers[:, cpu_step.GRAD_SCALE] = 1.0 if scale is None else float(scale)
+    plan.table[:, cpu_leaf.GRAD] = [g.data_ptr() for g in read]
+    numbers = np.zeros((1, cpu_leaf.SCALARS), np.float32)
+    numbers[:, cpu_leaf.GRAD_SCALE] = 1.0 if scale is None else float(scale)
     out = torch.empty(sum(rows * columns for rows, columns in plan.shapes), dtype=torch.float32, device="cpu")
     options, tasks = (False, scale is not None, False), plan.tasks
 
@@ -96,14 +96,14 @@ def add_strips(source):
         few, own, sums = after(work, RUN), floats(scalars.ctypes.data), floats(out.ctypes.data)
         for n in range(tasks.shape[0]):
             task = integers(tasks.ctypes.data + 48 * n)
-            leaf = integers(table.ctypes.data + 8 * cpu_step.FIELDS * task[0])
+            leaf = integers(table.ctypes.data + 8 * cpu_leaf.FIELDS * task[0])
             first, rows, start, stop = task[1], task[2], task[3], task[4]
             stride = 4 * (stop - start)
             for above in range(0, rows, FEW):
                 number = min(FEW, rows - above)
                 for left in range(start, stop, RUN):
                     count = min(RUN, stop - left)
-                    x, pitch = cpu_step.load_rows(leaf, own, options, first + above, number, left, count, few)
+                    x, pitch = cpu_leaf.load_rows(leaf, own, options, first + above, number, left, count, few)
                     add_squares(x, pitch, number, above, count, I64(levels) + 4 * (left - start), stride, work)
             for left in range(start, stop, RUN):
                 count = min(RUN, stop - left)

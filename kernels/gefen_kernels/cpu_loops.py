@@ -250,7 +250,7 @@ def largest(x, count):
 
 @compiled
 def book_at(code):
-    """A `gefen_kernels.cpu.Codebook` as the loops hold it: pointers, those to both planes apart, and numbers."""
+    """A `gefen_kernels.cpu_book.Codebook` as the loops hold it: pointers, those to both planes apart, and numbers."""
     levels, bounds, starts, planes, comparisons, zeros, of_zero = code
     own, limits = codes_at(planes.ctypes.data), codes_at(planes.ctypes.data + 1024)
     tables = floats(levels.ctypes.data), floats(bounds.ctypes.data), codes_at(starts.ctypes.data)
@@ -278,18 +278,33 @@ def moment(book, codes, top, decay, rest, count, g, m):
 
 @compiled
 def encode(x, count, top, book, codes, ratios, limits):
-    """Codes of `x / top`: a start from the cell, then comparisons; see `gefen_kernels.cpu.Codebook`.
-
-    The last two are scratch.
-    """
-    first, number, of_zero = book[6], book[7], book[8]
+    """Codes of `x / top`; the last two are scratch."""
+    of_zero = book[8]
     if not (top > F32(0) and top < INFINITE):  # then a ratio is 0 or not finite
         for j in range(count):
             codes[j] = of_zero if x[j] / top == F32(0) else U8(128)
         return
+    search(x, count, top, book, codes, ratios, limits)
+    join_zeros(count, book, codes)
+
+
+@compiled
+def search(x, count, top, book, codes, ratios, limits):
+    """The ratios `x / top` and how many bounds are below each: a start from the cell, then comparisons.
+
+    See `gefen_kernels.cpu_book.Codebook`; `limits` is scratch, and `top` finite and not 0.
+    """
     whole = count - count % GROUP if LOOKS_UP else 0
-    _encode_groups(x, whole, top, book, codes, ratios)
-    _encode_one_by_one(after(x, whole), count - whole, top, book, after(codes, whole), ratios, limits)
+    _search_groups(x, whole, top, book, codes, ratios)
+    _search_one_by_one(
+        after(x, whole), count - whole, top, book, after(codes, whole), after(ratios, whole), after(limits, whole)
+    )
+
+
+@compiled
+def join_zeros(count, book, codes):
+    """Write 128 for every code that stands for 0, where 128 does."""
+    first, number = book[6], book[7]
     for j in range(count):
         codes[j] = U8(128) if U8(codes[j] - first) < number else codes[j]
 
@@ -301,7 +316,7 @@ def _cell(bits):
 
 
 @compiled
-def _encode_groups(x, count, top, book, codes, ratios):
+def _search_groups(x, count, top, book, codes, ratios):
     for j in range(count):
         ratio = x[j] / top
         ratios[j] = ratio
@@ -312,7 +327,7 @@ def _encode_groups(x, count, top, book, codes, ratios):
 
 
 @compiled
-def _encode_one_by_one(x, count, top, book, codes, ratios, limits):
+def _search_one_by_one(x, count, top, book, codes, ratios, limits):
     """Look-ups have loops of their own, so that the others are vectorised."""
     bounds, starts, comparisons = book[1], book[2], book[5]
     for j in range(count):

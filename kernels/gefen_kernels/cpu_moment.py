@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gefen_kernels import reference
-from gefen_kernels.cpu import codebook_table
+from gefen_kernels.cpu_book import nearest_table
 from gefen_kernels.cpu_loops import F32, FP32, KINDS, book_at, compiled, decode, encode, kept, load
 from gefen_kernels.cpu_loops import moment as moment_of_block
 from gefen_kernels.cpu_threads import Ints, share
@@ -45,7 +45,7 @@ def moment(
     new = out or (torch.empty_like(g, dtype=torch.float32), torch.empty_like(codes), torch.empty_like(absmax))
     columns = int(np.prod(g.shape[start:], dtype=np.int64))
     addresses = np.array([x.data_ptr() for x in (g, codes, absmax, *new)], np.int64)
-    numbers, code = (F32(decay), F32(rest)), tuple(codebook_table(codebook, ties))
+    numbers, code = (F32(decay), F32(rest)), tuple(nearest_table(codebook, ties))
     lie = (KINDS[g.dtype], columns, min(block, max(columns, 1)), _DRIVES[drive])
 
     def work(part: Ints) -> None:
@@ -92,7 +92,7 @@ def step(source):
         addresses: int64 `[6]`: gradient, codes, scales; then d, codes and scales to write.
         lie: `(kind of the gradient, columns, block, drive)`.
         numbers: `(decay, rest)`, fp32.
-        code: the codebook, see `cpu.Codebook`.
+        code: the codebook, see `cpu_book.Codebook`.
         first: the first block.
         last: one past the last.
         scratch: fp32 `[3 * block]`.

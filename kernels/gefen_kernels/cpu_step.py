@@ -1,13 +1,53 @@
 """The whole Gefen step over leaves, block by block, as numba compiles it.
 
-No loop allocates; a task works in the scratch of its thread. Functions take a leaf as its row of the table, whose
-columns are named here, and its row of the scalars.
+No loop allocates; a task works in the scratch of its thread. Functions take a leaf as its row of the table and its row
+of the scalars, see `cpu_leaf`.
 """
 
 import numpy as np
 
+from gefen_kernels.cpu_leaf import (
+    ABSMAX,
+    B1,
+    B2,
+    BLOCK,
+    BLOCKS,
+    CODES_COUNT,
+    COL,
+    COLUMNS,
+    CORRECTION1,
+    CORRECTS,
+    DECAY,
+    DECAYS,
+    DENSE,
+    DENSE_LEAF,
+    EPS,
+    FACTORED,
+    FIELDS,
+    FIRST,
+    GIVEN,
+    MU,
+    NOT_B1,
+    NOT_B2,
+    NU,
+    PACKED,
+    PARAM,
+    PARAM_COUNT,
+    PARAM_KIND,
+    POLICY,
+    RANDOM_CODES,
+    RANDOM_PARAM,
+    ROOT_CORRECTION2,
+    ROWS,
+    SCALARS,
+    SEED,
+    STEP,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    load_grad,
+    load_rows,
+)
 from gefen_kernels.cpu_loops import (
-    BF16,
     F32,
     FEW,
     FP32,
@@ -19,77 +59,17 @@ from gefen_kernels.cpu_loops import (
     compiled,
     decode,
     encode,
-    from_bf16,
-    from_fp16,
     inlined,
     kept,
     load,
     moment,
     square_sum,
     store,
-    to_bf16,
-    to_fp16,
     tree,
 )
-from gefen_kernels.cpu_vectors import RUN, after, codes_at, floats, integers
-
-# Columns of the table of leaves.
-(
-    GRAD,
-    GRAD_KIND,
-    PARAM,
-    PARAM_KIND,
-    MU,
-    ABSMAX,
-    NU,
-    COL,
-    ROWS,
-    COLUMNS,
-    ENTRIES,
-    BLOCK,
-    POLICY,
-    TILE_ROWS,
-    TILE_COLUMNS,
-    PACKED,
-    DECAYS,
-    CORRECTS,
-    FIELDS,
-) = range(19)
-DENSE_LEAF, DENSE, BLOCKS, FACTORED, GIVEN = range(5)
-# Columns of the scalars; the order of `gefen_kernels.step.SCALARS`.
-B1, NOT_B1, B2, NOT_B2, CORRECTION1, ROOT_CORRECTION2, EPS, STEP, DECAY, GRAD_SCALE, SCALARS = range(11)
-
-
-@compiled
-def _load_grad(leaf, scalars, options, first, count, room):
-    """The gradient as the first moment meets it: negated, and scaled with one rounding to its dtype.
-
-    Where nothing is to be done it is read in place; callers do not write to it.
-    """
-    kind, address = leaf[GRAD_KIND], leaf[GRAD]
-    if kind == FP32 and not (options[0] or options[1]):
-        return floats(address + 4 * first)
-    load(kind, address, first, count, room)
-    if options[0]:
-        for j in range(count):
-            room[j] = -room[j]
-    if options[1]:
-        _scale(kind, scalars[GRAD_SCALE], count, room)
-    return room
-
-
-@compiled
-def _scale(kind, factor, count, g):
-    """`factor * g`, rounded to the dtype that `kind` names."""
-    if kind == FP32:
-        for j in range(count):
-            g[j] = g[j] * factor
-    elif kind == BF16:
-        for j in range(count):
-            g[j] = from_bf16(to_bf16(g[j] * factor))
-    else:
-        for j in range(count):
-            g[j] = from_fp16(to_fp16(g[j] * factor))
+from gefen_kernels.cpu_random import EXTRA, draw, encode_at_random, store_at_random
+from gefen_kernels.cpu_vectors import RUN, after, codes_at, floats, integers, long_words
+from gefen_kernels.step import PARAM_STREAM
 
 
 @compiled
@@ -115,15 +95,19 @@ def _descend(leaf, scalars, count, d, root, p):
 
 
 @compiled
-def _apply(leaf, scalars, first, count, d, root, p):
-    """The parameter's step from the moment `d` and the root of the second moment; `p` is scratch."""
+def _apply(leaf, scalars, first, count, d, root, p, drawn):
+    """The parameter's step from the moment `d` and the root of the second moment; `p` and `drawn` are scratch."""
     kind, address = leaf[PARAM_KIND], leaf[PARAM]
     if kind == FP32:
         _descend(leaf, scalars, count, d, root, floats(address + 4 * first))
     else:
         load(kind, address, first, count, p)
         _descend(leaf, scalars, count, d, root, p)
-        store(kind, address, first, count, p)
+        if leaf[RANDOM_PARAM]:
+            noise = draw(leaf[SEED] + PARAM_STREAM, leaf[PARAM_COUNT], leaf[FIRST] + first, count, drawn)
+            store_at_random(address, first, count, p, noise)
+        else:
+            store(kind, address, first, count, p)
 
 
 @compiled
@@ -150,12 +134,12 @@ def _dense_leaf(leaf, scalars, options, first, last, room):
     b1, not_b1 = scalars[B1], scalars[NOT_B1]
     for start in range(first, last, RUN):
         count = min(RUN, last - start)
-        g = _load_grad(leaf, scalars, options, start, count, room[0])
+        g = load_grad(leaf, scalars, options, start, count, room[0])
         _dense_root(leaf, scalars, start, count, g, root)
         mu = floats(leaf[MU] + 4 * start)
         for j in range(count):
             mu[j] = mu[j] * b1 + g[j] * not_b1
-        _apply(leaf, scalars, start, count, mu, root, p)
+        _apply(leaf, scalars, start, count, mu, root, p, room[8])
 
 
 @compiled
@@ -165,18 +149,6 @@ def _block_root(leaf, scalars, block, count, g, root, work):
     shared = np.sqrt(_average(floats(leaf[NU]), block, scalars[B2], scalars[NOT_B2], mean))
     for j in range(count):
         root[j] = shared
-
-
-@compiled
-def load_rows(leaf, scalars, options, first_row, rows, left, count, room):
-    """Some columns of some rows of the gradient, see `_load_grad`, and how many entries apart the rows lie."""
-    columns = leaf[COLUMNS]
-    first = first_row * columns + left
-    if leaf[GRAD_KIND] == FP32 and not (options[0] or options[1]):
-        return floats(leaf[GRAD] + 4 * first), columns
-    for k in range(rows):
-        _load_grad(leaf, scalars, options, first + k * columns, count, after(room, k * RUN))
-    return room, I64(RUN)
 
 
 @inlined
@@ -281,7 +253,7 @@ def _given_statistics(leaf, scalars, options, first_row, last_row, first_tile, l
             number = 0
             for left in range(start, stop, RUN):
                 count = min(RUN, stop - left)
-                g = _load_grad(leaf, scalars, options, r * columns + left, count, spare)
+                g = load_grad(leaf, scalars, options, r * columns + left, count, spare)
                 sums[number] = square_sum(g, count, work)
                 number += 1
             mean = tree(sums, number, work) / F32(stop - start)
@@ -312,6 +284,16 @@ def _factored_root(leaf, row, left, count, factors, root):
             out[j] = shared * source[j]
 
 
+@compiled
+def _encode(leaf, first, count, m, top, book, codes, room):
+    """Codes of `m / top`, where they are drawn `m` is overwritten; `first` is the place of the first in the leaf."""
+    if leaf[RANDOM_CODES]:
+        noise = draw(leaf[SEED], leaf[CODES_COUNT], leaf[FIRST] + first, count, room[8])
+        encode_at_random(m, count, top, book, noise, codes, room[3], room[0])
+    else:
+        encode(m, count, top, book, codes, room[3], room[0])
+
+
 @inlined
 def _update_rows(leaf, scalars, book, options, first_row, last_row, start, stop, room):
     """Step columns `start..stop` of rows `first_row..last_row` of a quantized leaf, block by block.
@@ -325,7 +307,7 @@ def _update_rows(leaf, scalars, book, options, first_row, last_row, start, stop,
     for r in range(first_row, last_row):
         for left in range(start, stop, block):
             count, first, index = min(block, stop - left), r * columns + left, r * blocks + left // block
-            g = _load_grad(leaf, scalars, options, first, count, spare)
+            g = load_grad(leaf, scalars, options, first, count, spare)
             if policy == DENSE:
                 _dense_root(leaf, scalars, first, count, g, root)
             elif policy == BLOCKS:
@@ -335,13 +317,13 @@ def _update_rows(leaf, scalars, book, options, first_row, last_row, start, stop,
             codes, scale = codes_at(leaf[MU] + first), floats(leaf[ABSMAX] + 4 * index)
             scale[0] = moment(book, codes, scale[0], scalars[B1], scalars[NOT_B1], count, g, m)
             if from_stored:
-                encode(m, count, scale[0], book, codes, work, spare)
+                _encode(leaf, first, count, m, scale[0], book, codes, room)
                 decode(book, codes, count, m)
                 for j in range(count):
                     m[j] = m[j] * scale[0]
-            _apply(leaf, scalars, first, count, m, root, work)
+            _apply(leaf, scalars, first, count, m, root, work, room[8])
             if not from_stored:  # last, so that nothing waits for the largest magnitude
-                encode(m, count, scale[0], book, codes, work, spare)
+                _encode(leaf, first, count, m, scale[0], book, codes, room)
 
 
 @kept
@@ -354,13 +336,13 @@ def step(source):
             tiles of a given one; rows and columns of another.
         table: int64 `[leaves, FIELDS]`.
         scalars: fp32 `[leaves, 10]`.
-        code: the codebook, see `cpu.Codebook`.
+        books: the codebook for the nearest codes, and for those that are drawn; see `cpu_book.Codebook`.
         options: `(negate, scaled, from_stored)`.
         sizes: see `cpu.Sizes`.
         scratch: fp32, as many as `cpu.Sizes.floats` says.
     """
 
-    def run(tasks, table, scalars, code, options, sizes, scratch):
+    def run(tasks, table, scalars, books, options, sizes, scratch):
         if source < 0:  # never: it makes the checksum a constant of this function
             return
         line, columns, levels_size, runs = sizes
@@ -369,13 +351,16 @@ def step(source):
         levels = scratch.ctypes.data + 16 * line
         factors = after(g, 4 * line + levels_size)
         sums = after(factors, columns)
-        room = (g, m, root, work, factors, I64(levels), sums, after(sums, runs))
-        book = book_at(code)
+        few = after(sums, runs)
+        drawn = long_words(scratch.ctypes.data + 4 * (scratch.size - line - EXTRA))
+        room = (g, m, root, work, factors, I64(levels), sums, few, drawn)
+        nearest, between = book_at(books[0]), book_at(books[1])
         for n in range(tasks.shape[0]):
             task = integers(tasks.ctypes.data + 40 * n)
             leaf = integers(table.ctypes.data + 8 * FIELDS * task[0])
             own = floats(scalars.ctypes.data + 4 * SCALARS * task[0])
             first, last, left, right = task[1], task[2], task[3], task[4]
+            book = between if leaf[RANDOM_CODES] else nearest
             if leaf[POLICY] == DENSE_LEAF:
                 _dense_leaf(leaf, own, options, first, last, room)
                 continue

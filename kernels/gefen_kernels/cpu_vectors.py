@@ -101,6 +101,7 @@ def _pointers(kind):
 
 
 floats, words, codes_at, integers = map(_pointers, (types.float32, types.uint16, types.uint8, types.int64))
+long_words = _pointers(types.uint32)
 
 
 @intrinsic

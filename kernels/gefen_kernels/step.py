@@ -21,6 +21,8 @@ SCALARS = (
 PARAM_STREAM = 1 << 32
 """What is added to a leaf's seed for its parameter, so that its noise is not that of its codes."""
 
+NO_COUNTS = "`counts` must be given where a leaf is rounded at random: got None. Pass integers [leaves, 2]."
+
 STRIP = 128
 """The most rows of a strip whose squares are added at one time."""
 

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from gefen_kernels.reference import Ties
-from gefen_kernels.step import Leaf
+from gefen_kernels.step import NO_COUNTS, Leaf
 from gefen_kernels.triton_base import launch, widen
 from gefen_kernels.triton_block_search import block_means, block_variances
 from gefen_kernels.triton_codec import histogram, sum_of_squares
@@ -106,9 +106,7 @@ def run_step(
     if counts is None and any(
         step.constants["RANDOM_CODES"] or step.constants["RANDOM_PARAM"] for step in plan.launches
     ):
-        raise ValueError(
-            "`counts` must be given where a leaf is rounded at random: got None. Pass integers [leaves, 2]."
-        )
+        raise ValueError(NO_COUNTS)
     device = plan.addresses.device
     if not summed:
         plan.point(grads)
