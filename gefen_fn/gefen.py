@@ -267,7 +267,7 @@ def _moment(
         d, *new = ops.moment(g, *mu, book, decay, rest, ties=rule.ties, drive=rule.drive, **lie)  # type: ignore[arg-type]
         return d, Quantized(*new)
     m = moving_average(b1, reference.decode(*mu, book, **lie), g)
-    noise = reference.uniform(seed, t, g.shape, g.device, part_of(layout.piece))
+    noise = reference.as_uniform(ops.random_words(seed, t, g.shape, g.device, part_of(layout.piece)))
     book = book.clone(memory_format=torch.contiguous_format)  # vmap of `init` expands it
     stored = Quantized(*reference.encode(m, book, ties=rule.ties, noise=noise, **lie))
     return (m if rule.drive == "m" else reference.decode(*stored, book, **lie)), stored

@@ -11,7 +11,7 @@ from gefen_fn.scalar import check_state
 from gefen_fn.scale import counts, need_params
 from gefen_fn.shards import Piece, piece_of
 from gefen_fn.tree import Tree, check_floating, check_leaves, map_update, tree_leaves, tree_paths
-from gefen_kernels import reference
+from gefen_kernels import ops, reference
 from gefen_kernels.step import PARAM_STREAM
 
 
@@ -64,7 +64,7 @@ def _round_leaf(u: Tensor, count: Tensor, p: Tensor, seed: int, piece: Piece) ->
     t, start = count + 1, p.float()
     if p.dtype != torch.bfloat16:
         return u, t
-    words = reference.random_words(seed + PARAM_STREAM, t, p.shape, p.device, part_of(piece))
+    words = ops.random_words(seed + PARAM_STREAM, t, p.shape, p.device, part_of(piece))
     return reference.round_to_bf16(start + u.float(), words) - start, t
 
 

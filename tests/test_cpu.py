@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from gefen_kernels import cpu, cpu_leaf, cpu_loops, cpu_moment, moment, reference, step
+from gefen_kernels import cpu, cpu_leaf, cpu_loops, cpu_moment, cpu_words, moment, ops, reference, step
 from gefen_kernels.codebook import default_codebook, learn_codebook
 
 CROWDED = torch.cat([-(torch.linspace(1, 0, 128) ** 9), torch.linspace(0, 1, 128) ** 9])
@@ -19,6 +19,7 @@ LAYOUTS = [((4, 300), 256, 1), ((3, 70, 300), 100, 2), ((700,), 256, 0), ((64, 3
 EMPTY = [((0, 300), 256, 1), ((4, 0), 256, 1)]
 layouts = pytest.mark.parametrize(("shape", "block", "start"), [*LAYOUTS, *EMPTY], ids=str)
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+CPU = torch.device("cpu")
 BAD = [float("nan"), float("inf"), -float("inf"), 2e19, 1e-40]
 
 
@@ -99,6 +100,19 @@ def test_what_is_drawn_is_the_references(shape, block, start, book, ties, first)
     words = reference.random_words(7 + step.PARAM_STREAM, torch.tensor(1 << 33), (g.numel(),), "cpu", whole).view(shape)
     moved = reference.round_to_bf16(p.float() + g / (1 + g * g * 0) * 1e-2, words)
     torch.testing.assert_close(leaf.param.float(), moved, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("seed", [5, 5 + step.PARAM_STREAM, (1 << 64) - 3], ids="key {}".format)
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [((), None), ((5, 300), None), ((0, 3), None), ((3001,), ((9000,), (3,))), ((2, 3, 7), ((4, 5, 9), (1, 0, 2)))],
+    ids=str,
+)
+def test_words_of_leaves_and_of_their_parts_are_the_references(shape, part, seed):
+    expected, got = (
+        f(seed, torch.tensor(9), shape, CPU, part) for f in (reference.random_words, cpu_words.random_words)
+    )
+    assert torch.equal(got, expected) and torch.equal(ops.random_words(seed, torch.tensor(9), shape, CPU, part), got)
 
 
 def test_what_is_drawn_needs_counts():

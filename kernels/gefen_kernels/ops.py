@@ -10,6 +10,7 @@ import importlib.util
 import os
 import time
 import warnings
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -47,6 +48,7 @@ def warm_up() -> float:
         x, codes = torch.zeros(2, 2, device="cpu"), torch.full((2, 2), 128, dtype=torch.uint8, device="cpu")
         moment(x, codes, x[:, :1], torch.linspace(-1.0, 1.0, 256, device="cpu"), 0.9, 0.1, block=2)
         descend(x, x.clone(), 1.0, 0.1, None)
+        random_words(0, torch.zeros((), dtype=torch.int64, device="cpu"), (2,), x.device)
         normalize = loops("normalize", x[None])
         if normalize is not None:
             normalize.normalized(x[None], 1e-7)
@@ -76,6 +78,14 @@ def moment(
 def descend(param: Tensor, direction: Tensor, scale: float, step: float, decay: float | None) -> None:
     """`gefen_kernels.moment.descend`, by a back end where there is one that takes these tensors."""
     (loops("descent", param, direction) or plain).descend(param, direction, scale, step, decay)
+
+
+def random_words(
+    seed: int, count: Tensor, shape: Sequence[int], device: torch.device, part: reference.Part = None
+) -> Tensor:
+    """`reference.random_words`, by a back end where there is one for the device."""
+    module = (loops("words", count) if device.type == "cpu" else None) or reference
+    return module.random_words(seed, count, shape, device, part)  # type: ignore[no-any-return]
 
 
 def loops(name: str, *tensors: Tensor) -> ModuleType | None:

@@ -245,7 +245,12 @@ def uniform(seed: int, count: Tensor, shape: Sequence[int], device: torch.device
     Returns:
         fp32 of `shape`.
     """
-    return (random_words(seed, count, shape, device, part) >> 8).to(torch.float32) * 2.0**-24
+    return as_uniform(random_words(seed, count, shape, device, part))
+
+
+def as_uniform(words: Tensor) -> Tensor:
+    """What `uniform` makes of `random_words`: fp32 in [0, 1)."""
+    return (words >> 8).to(torch.float32) * 2.0**-24
 
 
 def random_words(
@@ -266,7 +271,7 @@ def random_words(
         int64 of `shape`.
     """
     size, step = math.prod(shape), count.to(device=device, dtype=torch.int64)
-    index = torch.arange(block_count(size, 4), device=device) * 4 if part is None else _flat(shape, *part, device)
+    index = torch.arange(block_count(size, 4), device=device) * 4 if part is None else flat_index(shape, *part, device)
     counter = ((index >> 2) & _MASK, index >> 34, step & _MASK, (step >> 32) & _MASK)
     words = torch.stack(philox(counter, (seed & _MASK, (seed >> 32) & _MASK)), dim=-1)
     if part is None:
@@ -274,7 +279,7 @@ def random_words(
     return words.gather(-1, (index & 3).unsqueeze(-1)).squeeze(-1)
 
 
-def _flat(shape: Sequence[int], whole: Sequence[int], offset: Sequence[int], device: torch.device | str) -> Tensor:
+def flat_index(shape: Sequence[int], whole: Sequence[int], offset: Sequence[int], device: torch.device | str) -> Tensor:
     """The flat index in a leaf of shape `whole` of every entry of a part of it, int64 of `shape`."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size, length, first in zip(shape, whole, offset, strict=True):

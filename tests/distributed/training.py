@@ -128,12 +128,17 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+def dtype_of(tx_name: str) -> torch.dtype:
+    """Of the parameters that a transform of `TRANSFORMS` is tried with."""
+    return torch.bfloat16 if tx_name in ("random", "compensated") else torch.float32
+
+
 def train(
     rank: int, tx_name: str, shapes: dict[str, Sequence[int]], steps: int, sides: Sequence[int] | None, how: str
 ) -> dict[str, Tensor]:
     """Parameters and state after some steps, whole."""
     tx = TRANSFORMS[tx_name]()
-    dtype = torch.bfloat16 if tx_name in ("random", "compensated") else torch.float32
+    dtype = dtype_of(tx_name)
     params = {k: spread(noise(k, shape, 0).to(dtype), sides, how) for k, shape in shapes.items()}
     state = tx.init(params)
     for step in range(1, steps + 1):
