@@ -62,6 +62,18 @@ def _ours(**options: Any) -> Callable[..., torch.optim.Optimizer]:
     return build
 
 
+def _drawn(named: list[tuple[str, Parameter]]) -> torch.optim.Optimizer:
+    """Codes, and bf16 parameters, rounded at random."""
+    from gefen_fn import chain, gefen, stochastic_rounding
+    from gefen_nn import TransformOptimizer
+
+    b1, b2 = OPTIONS["betas"]
+    options = {"b1": b1, "b2": b2, "eps": OPTIONS["eps"], "weight_decay": OPTIONS["weight_decay"]}
+    return TransformOptimizer(
+        named, chain(gefen(OPTIONS["lr"], rounding="stochastic", **options), stochastic_rounding())
+    )
+
+
 def _adamw(**options: Any) -> Callable[..., torch.optim.Optimizer]:
     return lambda named: torch.optim.AdamW(tensors(named), **OPTIONS, **options)
 
@@ -82,6 +94,7 @@ def tensors(named: Sequence[tuple[str, Parameter]]) -> list[Parameter]:
 ARMS = {
     "ours": Arm("ours", "ours", "gefen-fn", _ours()),
     "ours-block": Arm("ours, Block", "ours", "gefen-fn", _ours(block=True)),
+    "ours-random": Arm("ours, at random", "ours", "gefen-fn", _drawn, scales=("small",)),
     "ours-unfused": Arm("ours, unfused", "ours", "gefen-fn", _ours(fused=False), scales=("small",)),
     "adamw-fused": Arm("AdamW fused", "torch", "torch", _adamw(fused=True)),
     "adamw-foreach": Arm("AdamW foreach", "torch", "torch", _adamw(foreach=True)),
