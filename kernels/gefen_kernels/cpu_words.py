@@ -17,9 +17,9 @@ _RUN = 1 << 10  # words in scratch at one time
 
 
 def supports(count: Tensor) -> bool:
-    """Whether the count can be read: a plain CPU tensor that torch.func does not follow."""
-    wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(count)
-    return type(count) is Tensor and count.device.type == "cpu" and not wrapped
+    """Whether the count can be read: a plain CPU tensor that neither torch.func nor a dispatch mode follows."""
+    followed = torch._C._functorch.is_functorch_wrapped_tensor(count) or torch._C._len_torch_dispatch_stack() > 0
+    return type(count) is Tensor and count.device.type == "cpu" and not followed
 
 
 def random_words(
