@@ -197,6 +197,11 @@ def test_an_unknown_world_is_refused():
         state_bytes((), world="all")
 
 
+NORMS = "norm norm1 layer_norm LayerNorm layerNorm rmsnorm RMSNorm RMSnorm input_layernorm q_norm norms".split()
+NORMS += "ln_1 LN bn1 batchnorm2d BatchNorm2d GroupNorm batch_normalization PositionEmbedding posemb".split()
+NO_NORMS = "normal normalRouter abnormal enormous normality member unembed unbiased debias lnear".split()
+
+
 @pytest.mark.parametrize(
     ("path", "shape", "decayed"),
     [
@@ -209,6 +214,8 @@ def test_an_unknown_world_is_refused():
         ("input_layernorm.weight", (4, 4), False),
         ("ln_1.scale", (2, 4), False),
         ("bias", (2, 4), False),
+        *[(f"layers.{name}.weight", (2, 4), False) for name in NORMS],
+        *[(f"layers.{name}.weight", (2, 4), True) for name in NO_NORMS],
     ],
 )
 def test_decay_spares_norms_biases_and_embeddings(path, shape, decayed):
