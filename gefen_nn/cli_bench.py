@@ -1,13 +1,12 @@
 """`gefen bench`."""
 
 import argparse
-import json
 
 import torch
 
 from gefen_nn.arguments import Within
-from gefen_nn.bench import bench
-from gefen_nn.console import bar
+from gefen_nn.bench import Bench, bench
+from gefen_nn.console import as_json, aside, bar
 from gefen_nn.task import BUILDS, model_named
 
 HELP = "step time of optimizers on your model, in turn with fused AdamW"
@@ -31,12 +30,17 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, print."""
+    with aside():
+        told = _measured(arguments)
+    print(as_json({**told._asdict(), "arms": [arm._asdict() for arm in told.arms]}) if arguments.json else told)
+    return 0
+
+
+def _measured(arguments: argparse.Namespace) -> Bench:
     before = torch.get_num_threads()
     torch.set_num_threads(arguments.threads or before)
     try:
         model = model_named(arguments.model)
-        told = bench(model, arguments.optimizers, rounds=arguments.rounds, device=arguments.device, watch=bar)
+        return bench(model, arguments.optimizers, rounds=arguments.rounds, device=arguments.device, watch=bar)
     finally:
         torch.set_num_threads(before)
-    print(json.dumps({**told._asdict(), "arms": [arm._asdict() for arm in told.arms]}) if arguments.json else told)
-    return 0

@@ -8,7 +8,7 @@ from pathlib import Path
 from gefen_nn.arguments import Within, folder, positive
 from gefen_nn.compare import Comparison, run_plan
 from gefen_nn.compare_report import publish
-from gefen_nn.console import bar
+from gefen_nn.console import aside, bar
 from gefen_nn.language_task import language
 from gefen_nn.task import BUILDS, build_named, function_named
 
@@ -61,12 +61,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train what is missing; write `compare.json`, `compare.txt` and `compare.png`; print."""
-    builds = {name: build_named(name) for name in dict.fromkeys(arguments.optimizer.split(","))}
-    task = function_named(arguments.task, "seed") if arguments.task else language
+    with aside():
+        builds = {name: build_named(name) for name in dict.fromkeys(arguments.optimizer.split(","))}
+        task = function_named(arguments.task, "seed") if arguments.task else language
     sizes = {key: getattr(arguments, key) or (_QUICK if arguments.quick else _USUAL)[key] for key in _QUICK}
     plan = Comparison(arguments.task or "language", tuple(builds), arguments.rates, **sizes)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    found = run_plan(plan, task, builds, arguments.out / "runs.jsonl", threads=arguments.threads, watch=bar)
+    with aside():
+        found = run_plan(plan, task, builds, arguments.out / "runs.jsonl", threads=arguments.threads, watch=bar)
     publish(plan, found, arguments.out, jump=arguments.jump, as_json=arguments.json)
     return 0
 

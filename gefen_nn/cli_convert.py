@@ -1,13 +1,12 @@
 """`gefen convert`."""
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
 
-from gefen_nn.console import bar
-from gefen_nn.converting import MAKERS, convert_files
+from gefen_nn.console import as_json, aside, bar
+from gefen_nn.converting import MAKERS, Conversion, convert_files
 from gefen_nn.errors import WrongArgumentError
 from gefen_nn.task import function_named, model_named
 
@@ -39,6 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Convert, write, print."""
     if arguments.out.exists():
         raise WrongArgumentError(f"OUT must be new: got {arguments.out}, which is there. Name another file.")
+    with aside():
+        told = _written(arguments)
+    rows = [leaf._asdict() for leaf in told.leaves]
+    print(as_json({**told._asdict(), "leaves": rows}) if arguments.json else told)
+    return 0
+
+
+def _written(arguments: argparse.Namespace) -> Conversion:
     model = None if arguments.model is None else model_named(arguments.model)
     make = None if arguments.optimizer is None else function_named(arguments.optimizer, "groups")
     with bar("converting and writing", 2) as advance:
@@ -48,6 +55,4 @@ def run(arguments: argparse.Namespace) -> int:
         torch.save(made, part)
         part.replace(arguments.out)
         advance()
-    rows = [leaf._asdict() for leaf in told.leaves]
-    print(json.dumps({**told._asdict(), "leaves": rows}) if arguments.json else told)
-    return 0
+    return told

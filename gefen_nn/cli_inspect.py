@@ -1,12 +1,11 @@
 """`gefen inspect`."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 from gefen_nn.arguments import picture
-from gefen_nn.console import bar
+from gefen_nn.console import as_json, bar
 from gefen_nn.inspecting import inspect_checkpoint
 
 HELP = "say what is in a checkpoint, and whether it is sound"
@@ -38,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         rows = [leaf._asdict() for leaf in contents.leaves]
         books = {stage: {**book._asdict(), "dead": book.dead} for stage, book in contents.codebooks.items()}
-        print(json.dumps({**contents._asdict(), "leaves": rows, "codebooks": books, "faults": contents.faults}))
+        print(as_json({**contents._asdict(), "leaves": rows, "codebooks": books, "faults": contents.faults}))
     else:
         print(contents)
     if contents.faults:

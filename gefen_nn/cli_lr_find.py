@@ -1,12 +1,10 @@
 """`gefen lr-find`."""
 
 import argparse
-import json
-import math
 
 from gefen_nn.arguments import Within, picture, positive
-from gefen_nn.console import bar
-from gefen_nn.lr_finder import LrReport, lr_find
+from gefen_nn.console import as_json, aside, bar
+from gefen_nn.lr_finder import lr_find
 from gefen_nn.task import BUILDS, function_named
 
 HELP = "find a learning rate for your model and data by a range test and short runs"
@@ -47,16 +45,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, draw, print."""
     names = ("low", "high", "range_steps", "steps", "runs", "seed")
     options = {name: getattr(arguments, name) for name in names}
-    report = lr_find(function_named(arguments.task, "seed"), arguments.optimizer, **options, watch=bar)
+    with aside():
+        report = lr_find(function_named(arguments.task, "seed"), arguments.optimizer, **options, watch=bar)
     if arguments.plot is not None:
         from gefen_nn.lr_picture import draw
 
         draw(report, arguments.plot)
-    print(json.dumps(_plain(report)) if arguments.json else report)
+    print(as_json(report._asdict()) if arguments.json else report)
     return 0
-
-
-def _plain(report: LrReport) -> dict[str, object]:
-    """The report as JSON has it: no infinite numbers."""
-    sweep = [(lr, loss if math.isfinite(loss) else None) for lr, loss in report.sweep]
-    return {**report._asdict(), "sweep": sweep}

@@ -1,10 +1,10 @@
 """`gefen memory`."""
 
 import argparse
-import json
 
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
 from gefen_nn.arguments import Within
+from gefen_nn.console import as_json, aside
 from gefen_nn.errors import WrongArgumentError
 from gefen_nn.memory import memory_of
 from gefen_nn.model_files import model_of
@@ -35,13 +35,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Count, print."""
-    model, muon = model_of(arguments.model), arguments.optimizer == "gefen_muon"
+    with aside():
+        model = model_of(arguments.model)
+    muon = arguments.optimizer == "gefen_muon"
     _check_experts(model, arguments.experts_over)
     memory = memory_of(model)
     options = {"muon": muon, "expert_parallel": arguments.experts_over, "policy": DEFAULT_SECOND_MOMENT}
     report = simulate(model, arguments.world, **options)
     if arguments.json:
-        print(json.dumps({**memory.plain(), "optimizer": arguments.optimizer, "process": report._asdict()}))
+        print(as_json({**memory.plain(), "optimizer": arguments.optimizer, "process": report._asdict()}))
     else:
         told = f"\n\n{arguments.optimizer} on {arguments.world:,} processes\n{report}" if arguments.world > 1 else ""
         print(f"{memory}{told}")

@@ -1,8 +1,13 @@
 """What commands show: bars on the error stream, so that standard output stays machine-readable, and pictures."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from typing import Any
+
+from torch import Tensor
 
 Watch = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 """Shows work under a label, of so many parts; inside, what is given is called after each part."""
@@ -27,6 +32,26 @@ def bar(label: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(label, total=total)
         yield lambda: progress.advance(task)
+
+
+def aside() -> AbstractContextManager[Any]:
+    """Within it what is printed goes to the error stream: a user's modules print there, not amid a command's answer."""
+    return redirect_stdout(sys.stderr)
+
+
+def as_json(value: Any, indent: int | None = None) -> str:
+    """A command's answer as JSON; it has no number that is not finite, so null stands for one."""
+    return json.dumps(_plain(value), indent=indent, allow_nan=False, default=str)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return None if value.is_meta else _plain(value.tolist())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(x) for key, x in value.items()}
+    return [_plain(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
 def size(number: float) -> str:

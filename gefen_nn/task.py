@@ -106,8 +106,8 @@ def function_named(text: str, *takes: str) -> Callable[..., Any]:
         ImportError: whatever the module's own import raises.
     """
     module_name, _, path = text.partition(":")
-    if not module_name or not path or module_name.endswith(".py"):
-        name = module_name.removesuffix(".py").replace("/", ".") or "my_model"
+    if "" in module_name.split(".") or not path or module_name.endswith(".py"):
+        name = module_name.removesuffix(".py").replace("/", ".").strip(".") or "my_model"
         raise WrongArgumentError(
             f"A function must be named as module:function: got {text!r}. Write '{name}:{path or 'build'}'."
         )
