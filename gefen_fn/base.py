@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.exchange import Later, finish
-from gefen_fn.scalar import Scalar, check_no_string, check_state, exact, rounded, wide_dtype
+from gefen_fn.scalar import Scalar, check_scalar, check_state, exact, rounded, wide_dtype
 from gefen_fn.tree import StructureError, Tree, check_floating, check_tensors, tree_leaves, tree_map, tree_parts
 
 Params = Tree
@@ -319,14 +319,14 @@ def incremental_update(new_tensors: Params, old_tensors: Params, step_size: Scal
 
     Raises:
         StructureError: if the trees or the shapes of two leaves differ.
-        ValueError: if `step_size` is a string.
+        ValueError: if `step_size` is no number.
 
     Example:
         >>> average, params = {"w": torch.tensor(0.0)}, {"w": torch.tensor(1.0)}
         >>> incremental_update(params, average, step_size=0.25)
         {'w': tensor(0.2500)}
     """
-    check_no_string("step_size", step_size)
+    check_scalar("step_size", step_size, "It is the share of what is new: 0.001 averages long.")
 
     def mix(new: Tensor, old: Tensor) -> Tensor:
         check_floating(old, new)

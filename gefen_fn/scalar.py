@@ -5,8 +5,10 @@ transform may be built from traced scalars inside `torch.compile` and `torch.vma
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -117,6 +119,24 @@ def is_schedule(value: Any) -> bool:
     return not isinstance(value, (dict, list, tuple, Tensor, type)) and callable(value)
 
 
+def is_number(x: Any) -> bool:
+    """Whether `x` is a real number that a float64 can hold, or a 0-dim tensor of such; a bool is none."""
+    if isinstance(x, Tensor):
+        return x.ndim == 0 and x.dtype != torch.bool and not x.is_complex()
+    return isinstance(x, Real) and not isinstance(x, bool) and not _is_too_large(x)
+
+
+def _is_too_large(x: Any) -> bool:
+    return isinstance(x, int) and abs(x) > sys.float_info.max
+
+
+def came(x: Any) -> str:
+    """What came in the place of a number, in an error's words."""
+    if isinstance(x, str):
+        return f"a string, {x!r}"
+    return "an int beyond the range of float64" if _is_too_large(x) else repr(x)
+
+
 def check_number(value: Any, holds: Callable[[float], bool], rule: str, fix: str) -> None:
     """Refuse a hyperparameter that is no number, 0-dim tensor, schedule or tree of those, or a number out of range.
 
@@ -132,20 +152,31 @@ def check_number(value: Any, holds: Callable[[float], bool], rule: str, fix: str
     if is_schedule(value) or isinstance(value, Hyperparameter):
         return
     for x in [value] if value is None else (x for x in tree_leaves(value) if x is not None):
-        fits = (
-            x.ndim == 0 if isinstance(x, Tensor) else type(x) is not bool and isinstance(x, (int, float)) and holds(x)
-        )
+        fits = isinstance(x, (int, float, Tensor)) and is_number(x) and (isinstance(x, Tensor) or holds(x))
         if not fits:
-            came, way = (f"a string, {x!r}", WRITE_A_FLOAT) if isinstance(x, str) else (repr(x), fix)
+            way = WRITE_A_FLOAT if isinstance(x, str) else fix
             raise ValueError(
-                f"{rule} must hold for a number, a 0-dim tensor, a schedule or a tree of those: got {came}. {way}"
+                f"{rule} must hold for a number, a 0-dim tensor, a schedule or a tree of those: got {came(x)}. {way}"
             )
 
 
-def check_no_string(name: str, value: Any) -> None:
-    """Raise `ValueError` for a string in the place of a number; of which size the number is counts nothing."""
-    if isinstance(value, str):
-        raise ValueError(f"`{name}` must be a number: got a string, {value!r}. {WRITE_A_FLOAT}")
+def check_scalar(name: str, value: Any, fix: str, least: float = -math.inf) -> None:
+    """Refuse what is no finite number or 0-dim tensor; a schedule and a tree are none.
+
+    Args:
+        name: of the argument.
+        value: the argument; a tensor is not read.
+        fix: what to do.
+        least: the least number.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if is_number(value) and (isinstance(value, Tensor) or (math.isfinite(value) and value >= least)):
+        return
+    wanted = "a finite number" if least == -math.inf else f"a finite number of at least {least:g}"
+    way = WRITE_A_FLOAT if isinstance(value, str) else fix
+    raise ValueError(f"`{name}` must be {wanted} or a 0-dim tensor: got {came(value)}. {way}")
 
 
 def check_decay(name: str, value: Any) -> None:

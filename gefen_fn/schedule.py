@@ -5,7 +5,7 @@ it on the host. Both give the same value. Signatures and meaning are optax's.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gefen_fn.base import Schedule
-from gefen_fn.scalar import Scalar, check_no_string
+from gefen_fn.scalar import Scalar, came, check_scalar
 
 
 def _on_counts(name: str, f: Callable[[Tensor], Tensor]) -> Schedule:
@@ -28,18 +28,22 @@ def _on_counts(name: str, f: Callable[[Tensor], Tensor]) -> Schedule:
     return schedule
 
 
-def _check_steps(name: str, steps: float, low: int) -> None:
-    if not (isinstance(steps, Real) and steps >= low):
-        raise ValueError(f"{name} >= {low} must hold: got {steps!r}. Count steps of the optimizer, warm-up included.")
+def _check_steps(name: str, steps: Any, low: float) -> None:
+    if not isinstance(steps, Real) or isinstance(steps, bool) or not steps >= low:
+        rule = f"must be a number of steps{'' if low == -math.inf else f', at least {low}'}"
+        raise ValueError(f"`{name}` {rule}: got {came(steps)}. Write an int; it counts the optimizer's steps.")
 
 
 def _check_values(**values: Any) -> None:
     for name, value in values.items():
-        check_no_string(name, value)
+        check_scalar(name, value, "A schedule's values are floats.")
 
 
 def constant_schedule(value: Scalar) -> Schedule:
     """`value` at every count.
+
+    Raises:
+        ValueError: if it is no finite number.
 
     Example:
         >>> warmup = linear_schedule(0.0, 1e-3, transition_steps=10)
@@ -47,7 +51,7 @@ def constant_schedule(value: Scalar) -> Schedule:
         >>> schedule(5), schedule(500)
         (0.0005, 0.001)
     """
-    check_no_string("value", value)
+    _check_values(value=value)
     return _on_counts("constant_schedule", lambda count: torch.zeros_like(count) + value)
 
 
@@ -77,7 +81,7 @@ def polynomial_schedule(
         transition_begin: count at which the change begins; `c` counts from there.
 
     Raises:
-        ValueError: if a number of steps is negative.
+        ValueError: if a number of steps is negative, or another argument no finite number.
 
     Example:
         >>> schedule = polynomial_schedule(1.0, 0.0, power=2, transition_steps=4)
@@ -109,7 +113,7 @@ def cosine_decay_schedule(
         exponent: power of the cosine.
 
     Raises:
-        ValueError: if `decay_steps` is below 1.
+        ValueError: if `decay_steps` is below 1, or another argument no finite number.
 
     Example:
         >>> schedule = cosine_decay_schedule(1.0, decay_steps=100, alpha=0.1)
@@ -145,7 +149,7 @@ def exponential_decay(
         end_value: lower bound for `decay_rate < 1`, upper bound otherwise.
 
     Raises:
-        ValueError: if a number of steps or `decay_rate` is negative.
+        ValueError: if a number of steps or `decay_rate` is negative, or another argument no finite number.
 
     Example:
         >>> smooth = exponential_decay(1.0, transition_steps=10, decay_rate=0.25)
@@ -155,7 +159,9 @@ def exponential_decay(
     """
     _check_steps("transition_steps", transition_steps, 0)
     _check_steps("transition_begin", transition_begin, 0)
-    _check_values(init_value=init_value, decay_rate=decay_rate, end_value=end_value)
+    _check_values(init_value=init_value, decay_rate=decay_rate)
+    if end_value is not None:
+        _check_values(end_value=end_value)
     if not decay_rate >= 0:
         raise ValueError(f"decay_rate >= 0 must hold: got {decay_rate!r}. A rate below 1 decays.")
     if transition_steps == 0 or decay_rate == 0:
@@ -180,18 +186,26 @@ def piecewise_constant_schedule(
         boundaries_and_scales: from count to factor >= 0.
 
     Raises:
-        ValueError: if a factor is negative.
+        TypeError: if the boundaries are no dict.
+        ValueError: if a count is no number, or a value or factor no finite one, or a factor is negative.
 
     Example:
         >>> schedule = piecewise_constant_schedule(1.0, {30: 0.5, 60: 0.5})
         >>> [schedule(count) for count in (29, 30, 60)]
         [1.0, 0.5, 0.25]
     """
-    steps = sorted((boundaries_and_scales or {}).items())
-    for x in (init_value, *(x for pair in steps for x in pair)):
-        check_no_string("init_value, boundaries_and_scales", x)
-    if any(not scale >= 0 for _, scale in steps):
-        raise ValueError(f"Scales must be >= 0: got {steps}. They multiply the value; 0.1 divides it by ten.")
+    given = {} if boundaries_and_scales is None else boundaries_and_scales
+    if not isinstance(given, Mapping):
+        kind = type(given).__name__
+        raise TypeError(
+            f"`boundaries_and_scales` must be a dict from count to factor: got a {kind}. Write {{30: 0.5}}."
+        )
+    _check_values(init_value=init_value)
+    for boundary, scale in given.items():
+        _check_steps("boundaries_and_scales", boundary, -math.inf)
+        fix = "A factor multiplies the value; 0.1 divides it by ten."
+        check_scalar(f"boundaries_and_scales[{boundary}]", scale, fix, least=0)
+    steps = sorted(given.items())
 
     def value(count: Tensor) -> Tensor:
         out = torch.zeros_like(count) + init_value
@@ -210,8 +224,8 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         boundaries: counts at which the next schedule takes over, ascending.
 
     Raises:
-        TypeError: if a schedule is not a function.
-        ValueError: if the lengths do not fit or the boundaries do not ascend.
+        TypeError: if a schedule is not a function, or one of the arguments no list.
+        ValueError: if the lengths do not fit, or the boundaries are no numbers that ascend.
 
     Example:
         >>> up, down = linear_schedule(0.0, 1.0, 10), cosine_decay_schedule(1.0, 10)
@@ -219,8 +233,12 @@ def join_schedules(schedules: Sequence[Schedule], boundaries: Sequence[int]) -> 
         >>> [round(schedule(torch.tensor(count)).item(), 2) for count in (5, 10, 15)]
         [0.5, 1.0, 0.5]
     """
+    for name, given in (("schedules", schedules), ("boundaries", boundaries)):
+        if not isinstance(given, Iterable) or isinstance(given, str):
+            raise TypeError(f"`{name}` must be a list: got {came(given)}. Write [...] around it.")
+    schedules, boundaries = list(schedules), list(boundaries)
     for boundary in boundaries:
-        check_no_string("boundaries", boundary)
+        _check_steps("boundaries", boundary, 0)
     starts = [0, *boundaries]
     if not all(map(callable, schedules)):
         kinds = [type(f).__name__ for f in schedules]
@@ -267,7 +285,7 @@ def warmup_cosine_decay_schedule(
         exponent: power of the cosine.
 
     Raises:
-        ValueError: if `decay_steps <= warmup_steps`, or a number of steps is negative.
+        ValueError: if `decay_steps <= warmup_steps`, a number of steps is negative, or a value no finite number.
 
     Example:
         >>> schedule = warmup_cosine_decay_schedule(0.0, 1e-3, warmup_steps=100, decay_steps=1100)
@@ -276,7 +294,8 @@ def warmup_cosine_decay_schedule(
         >>> tx = gefen(schedule)
     """
     _check_steps("warmup_steps", warmup_steps, 0)
-    _check_values(decay_steps=decay_steps, peak_value=peak_value, end_value=end_value)
+    _check_steps("decay_steps", decay_steps, 1)
+    _check_values(init_value=init_value, peak_value=peak_value, end_value=end_value, exponent=exponent)
     if not decay_steps > warmup_steps:
         raise ValueError(
             f"decay_steps > warmup_steps must hold: got {decay_steps!r} and {warmup_steps!r}. "
@@ -308,15 +327,17 @@ def warmup_stable_decay_schedule(
         end_value: value after it.
 
     Raises:
-        ValueError: if a number of steps is negative, or `decay_steps` is below 1.
+        ValueError: if a number of steps is negative, `decay_steps` is below 1, or a value no finite number.
 
     Example:
         >>> schedule = warmup_stable_decay_schedule(0.0, 1.0, warmup_steps=4, stable_steps=90, decay_steps=6)
         >>> [schedule(count) for count in (2, 4, 94, 97, 100)]
         [0.5, 1.0, 1.0, 0.5, 0.0]
     """
+    _check_steps("warmup_steps", warmup_steps, 0)
     _check_steps("stable_steps", stable_steps, 0)
     _check_steps("decay_steps", decay_steps, 1)
+    _check_values(init_value=init_value, peak_value=peak_value, end_value=end_value)
     up = linear_schedule(init_value, peak_value, warmup_steps)
     down = linear_schedule(peak_value, end_value, decay_steps)
     return join_schedules([up, constant_schedule(peak_value), down], [warmup_steps, warmup_steps + stable_steps])

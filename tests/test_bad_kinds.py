@@ -83,7 +83,7 @@ NUMBERS = {
     exponential_decay: ["init_value", "decay_rate", "end_value"],
     cosine_decay_schedule: ["init_value", "alpha", "exponent"],
     piecewise_constant_schedule: ["init_value"],
-    warmup_cosine_decay_schedule: ["init_value", "peak_value", "decay_steps", "end_value", "exponent"],
+    warmup_cosine_decay_schedule: ["init_value", "peak_value", "end_value", "exponent"],
     warmup_stable_decay_schedule: ["init_value", "peak_value", "end_value"],
 }
 STEPS = {"transition_steps": 9, "warmup_steps": 1, "stable_steps": 9, "decay_steps": 10}

@@ -1,11 +1,13 @@
 """Schedules against their formulas, on ints and on tensors."""
 
+import inspect
 import math
 
 import pytest
 import torch
 
 from gefen_fn import schedule as s
+from tests.test_bad_input import refuse
 
 # schedule, {count: value}
 ROWS = {
@@ -87,3 +89,41 @@ BAD = {
 def test_an_impossible_schedule_is_refused_when_built(build):
     with pytest.raises(ValueError, match="got"):
         build()
+
+
+FACTORIES = [s.constant_schedule, s.linear_schedule, s.polynomial_schedule, s.cosine_decay_schedule]
+FACTORIES += [s.exponential_decay, s.warmup_cosine_decay_schedule, s.warmup_stable_decay_schedule]
+FACTORIES += [s.piecewise_constant_schedule]
+GIVEN = {"transition_steps": 9, "warmup_steps": 1, "stable_steps": 9, "decay_steps": 10}
+OTHER = ("staircase", "boundaries_and_scales")
+PLACES = [(f, name) for f in FACTORIES for name in inspect.signature(f).parameters if name not in OTHER]
+KINDS = {"text": "1e-3", "bool": True, "list": [0.1], "schedule": s.constant_schedule(1.0), "NaN": math.nan}
+KINDS |= {"None": None, "vector": torch.ones(2), "huge": -(10**400), "bool tensor": torch.tensor(True)}
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize(("factory", "name"), PLACES, ids=[f"{f.__name__} {name}" for f, name in PLACES])
+def test_what_is_no_number_is_refused_when_the_schedule_is_built_and_its_argument_named(factory, name, kind):
+    wanted = [p.name for p in inspect.signature(factory).parameters.values() if p.default is p.empty]
+    given = {**{key: GIVEN.get(key, 0.5) for key in wanted}, name: kind}
+    if (name, kind) == ("end_value", None) and factory is s.exponential_decay:  # no bound
+        assert factory(**given)(0) == 0.5
+    else:
+        refuse(ValueError, lambda: factory(**given), f"`{name}` must be ")
+
+
+LISTS = {
+    "text among counts": (ValueError, "Write an int", lambda: s.piecewise_constant_schedule(1.0, {"30": 0.5, 60: 0.5})),
+    "None among counts": (ValueError, "Write an int", lambda: s.piecewise_constant_schedule(1.0, {None: 0.5, 60: 0.5})),
+    "factor None": (ValueError, "`boundaries_and_scales[30]`", lambda: s.piecewise_constant_schedule(1.0, {30: None})),
+    "a list of boundaries": (TypeError, "a dict", lambda: s.piecewise_constant_schedule(1.0, [30, 60])),
+    "boundary None": (ValueError, "`boundaries`", lambda: s.join_schedules([s.constant_schedule(1.0)] * 2, [None])),
+    "boundary as text": (ValueError, "Write an int", lambda: s.join_schedules([s.constant_schedule(1.0)] * 2, ["5"])),
+    "one boundary": (TypeError, "a list", lambda: s.join_schedules([s.constant_schedule(1.0)] * 2, 5)),
+    "one schedule": (TypeError, "a list", lambda: s.join_schedules(s.constant_schedule(1.0), [])),
+}
+
+
+@pytest.mark.parametrize(("error", "text", "build"), LISTS.values(), ids=LISTS)
+def test_counts_and_factors_of_another_kind_are_refused_before_any_is_sorted(error, text, build):
+    refuse(error, build, text)
