@@ -1,13 +1,18 @@
 """`gefen convert`."""
 
 import argparse
+import contextlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from gefen_nn import folders
+from gefen_nn.arguments import file
 from gefen_nn.console import as_json, aside, bar
 from gefen_nn.converting import MAKERS, Conversion, convert_files
-from gefen_nn.errors import WrongArgumentError
+from gefen_nn.errors import CheckpointError, WrongArgumentError
 from gefen_nn.task import function_named, model_named
 
 HELP = "make state of AdamW, torch's Muon or Gefen-X into ours, and ours into AdamW's"
@@ -24,7 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Its arguments."""
     parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
     parser.add_argument("sources", type=Path, nargs="+", metavar="IN", help="state to read")
-    parser.add_argument("out", type=Path, metavar="OUT", help="new file to write")
+    parser.add_argument("out", type=file, metavar="OUT", help="new file to write")
     choices = (*MAKERS, "adamw")
     parser.add_argument("--to", choices=choices, help="(default: gefen, or adamw where the source is ours)")
     parser.add_argument("--model", metavar="MODULE:FUNCTION", help="makes the model whose parameters they are")
@@ -51,8 +56,18 @@ def _written(arguments: argparse.Namespace) -> Conversion:
     with bar("converting and writing", 2) as advance:
         made, told = convert_files(arguments.sources, arguments.to, model=model, make=make, key=arguments.key)
         advance()
-        part = arguments.out.with_name(f".{arguments.out.name}.part")
-        torch.save(made, part)
-        part.replace(arguments.out)
+        _write(made, arguments.out)
         advance()
     return told
+
+
+def _write(made: Mapping[str, Any], out: Path) -> None:
+    """Put a file in its place when it is whole; nothing stays of one that could not be written."""
+    part = folders.beside(out, "part")
+    try:
+        torch.save(made, part)
+        part.replace(out)
+    except (OSError, RuntimeError) as error:  # torch's own, of a disk that is full
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise CheckpointError(folders.failure(out, repr(error).splitlines()[0])) from error

@@ -28,18 +28,18 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, draw, print."""
+    """Look, print, draw."""
     contents = inspect_checkpoint(arguments.path, key=arguments.key, watch=bar)
-    if arguments.plot is not None:
-        from gefen_nn.codebook_picture import draw
-
-        draw(contents, arguments.plot)
     if arguments.json:
         rows = [leaf._asdict() for leaf in contents.leaves]
         books = {stage: {**book._asdict(), "dead": book.dead} for stage, book in contents.codebooks.items()}
         print(as_json({**contents._asdict(), "leaves": rows, "codebooks": books, "faults": contents.faults}))
     else:
         print(contents)
+    if arguments.plot is not None:
+        from gefen_nn.codebook_picture import draw
+
+        draw(contents, arguments.plot)
     if contents.faults:
         print(f"gefen inspect: {len(contents.faults)} faults, do not go on from this", file=sys.stderr)
     return 1 if contents.faults else 0

@@ -67,7 +67,7 @@ print("imported")
 def make(seed=0):
     print("called")
     p = torch.nn.Linear(2, 2)
-    return p if NET else Run(p, lambda: (print("step"), p(torch.ones(1, 2)).square().sum())[1])
+    return p if NET else Run(p, lambda: (print("step"), p(torch.ones(1, 2)).square().sum())[1], lambda: 1.0)
 """
 TALKS = {
     "memory": ("memory --json --model {}", True),
@@ -128,3 +128,37 @@ def test_an_error_that_is_ours_shows_all(monkeypatch):
     monkeypatch.setattr("gefen_nn.cli_memory.memory_of", {}.__getitem__)
     with pytest.raises(TypeError):
         main(["memory"])
+
+
+LONG = "x" * 300
+PLACES = {
+    "a folder with a long name": ("demo --out {}/" + LONG, "'File name too long'"),
+    "a folder below a file": ("compare --out {}/file/inner", "'Not a directory'"),
+    "a folder that is a file": ("compare --out {}/file", "must be a folder: got the file"),
+    "a picture with a long name": ("inspect x --plot {}/" + LONG + ".png", "'File name too long'"),
+    "a picture in no folder": ("lr-find --task m:t --plot {}/gone/it.png", "must lie in a folder that is there"),
+    "a picture that is a folder": ("inspect x --plot {}/folder.png", "must be a file: got the folder"),
+    "a target in no folder": ("convert {}/file {}/gone/it.pt", "must lie in a folder that is there"),
+    "a target with a long name": ("convert {}/file {}/" + LONG, "'File name too long'"),
+}
+
+
+@pytest.mark.parametrize(("line", "words"), PLACES.values(), ids=PLACES)
+def test_a_place_where_nothing_can_be_made_is_refused_before_a_command_begins(line, words, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.png").mkdir()
+    assert main(line.replace("{}", str(tmp_path)).split()) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["demo --out {}/a", "inspect x --plot {}/a.png", "convert x {}/a.pt"])
+def test_a_folder_that_one_may_not_write_is_refused(line, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)  # root may write everywhere
+    assert main(line.format(tmp_path).split()) == 2
+    assert f"no right to write in '{tmp_path}'" in capsys.readouterr().err.replace('"', "")
+
+
+def test_a_picture_without_matplotlib_is_refused_before_a_command_begins(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["lr-find", "--task", "m:t", "--plot", str(tmp_path / "it.png")]) == 2
+    assert "needs matplotlib: got none installed" in capsys.readouterr().err
