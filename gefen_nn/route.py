@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -62,6 +63,8 @@ def choose(
         TypeError: if a key of the rules is none.
         ValueError: if a rule is none, or does not fit its parameter.
     """
+    for key, rule in rules.items() if isinstance(rules, Mapping) else ():
+        _check_rule(_shown(key), rule, backup)
     owners, out = _owners(model), {}
     for name, p in params:
         own = owners.get(p, [])
@@ -136,14 +139,15 @@ def _fits(key: Any, name: str, p: Tensor, owners: list[_Owner]) -> bool:
 
 def _as_wanted(name: str, p: Tensor, owners: list[_Owner], rule: Rule, backup: str) -> Choice:
     """The user's rule, checked."""
-    if isinstance(rule, Choice) and rule.rule in (MUON, backup):
+    _check_rule(f"`{name}`", rule, backup)
+    if isinstance(rule, Choice):
         return rule
     if rule == backup:
         return Choice(backup, "your rule")
-    if rule != MUON and not isinstance(rule, MatrixAxes):
+    if p.dim() < 2:
         raise ValueError(
-            f"A rule must be {MUON!r}, {backup!r} or a MatrixAxes: got {rule!r} for `{name}`. Correct it, or leave the "
-            "parameter out."
+            f"`{name}` of shape {tuple(p.shape)} cannot be Muon's: it has fewer than 2 axes, and Muon takes matrices. "
+            f"Narrow the rule, e.g. to 'layer1.*conv*', or put '*{'.'.join(name.split('.')[-2:])}': {backup!r} first."
         )
     try:
         axes = rule if isinstance(rule, MatrixAxes) else _axes(p, owners) or default_axes(p.shape)
@@ -152,18 +156,50 @@ def _as_wanted(name: str, p: Tensor, owners: list[_Owner], rule: Rule, backup: s
         raise ValueError(f"`{name}` of shape {tuple(p.shape)} cannot be Muon's: {error}") from error
 
 
+def _check_rule(place: str, rule: Any, backup: str) -> None:
+    """Raise `ValueError` unless this is a rule."""
+    known = (MUON, backup)
+    if not (isinstance(rule, MatrixAxes) or (rule.rule if isinstance(rule, Choice) else rule) in known):
+        raise ValueError(
+            f"A rule must be {MUON!r}, {backup!r} or a MatrixAxes: got {rule!r} for {place}. Correct it, or leave the "
+            "parameter out."
+        )
+
+
 def check_used(rules: Rules | None, params: Iterable[tuple[str, Tensor]], model: nn.Module | None) -> None:
-    """Refuse a pattern or module that fits no parameter; a plain name may be of one that is left out.
+    """Refuse a key that fits no parameter.
+
+    A plain name may be of a parameter that comes later or is left out: where its value is a `Choice`, as those of
+    another routing are, and where no model tells which names there are.
 
     Raises:
-        ValueError: naming it.
+        TypeError: if a key is no name, pattern or module.
+        ValueError: naming it, and names like it.
     """
     owners, named = _owners(model), list(params)
-    for key in rules if isinstance(rules, Mapping) else ():
-        loose = not isinstance(key, str) or set(key) & set("*?[")
-        if loose and not any(_fits(key, name, p, owners.get(p, [])) for name, p in named):
-            shown = repr(key) if isinstance(key, str) else type(key).__name__
-            raise ValueError(f"A rule must fit a parameter: got {shown}, which fits none of {len(named)}. Correct it.")
+    for key, rule in rules.items() if isinstance(rules, Mapping) else ():
+        is_name = isinstance(key, str) and not set(key) & set("*?[")
+        may_be_absent = is_name and (model is None or isinstance(rule, Choice))
+        if not may_be_absent and not any(_fits(key, name, p, owners.get(p, [])) for name, p in named):
+            fix = _near(key, named, owners) if isinstance(key, str) else ""
+            raise ValueError(
+                f"A rule must fit a parameter: got {_shown(key)}, which fits none of {len(named)}. "
+                + (f"Did you mean {fix}?" if fix else "Correct it.")
+            )
+
+
+def _shown(key: Any) -> str:
+    return repr(key) if isinstance(key, str) else type(key).__name__
+
+
+def _near(key: str, named: list[tuple[str, Tensor]], owners: dict[Tensor, list[_Owner]]) -> str:
+    """What a key that fits nothing may have meant: a tied parameter's other name, a module's parameters, a likeness."""
+    tied = [name for name, p in named if any(path == key for _, path in owners.get(p, []))]
+    parts = [name.split(".") for name, _ in named]
+    inside = dict.fromkeys(".".join(keys[:n]) + ".*" for keys in parts for n in range(1, len(keys)))
+    held = [f"{key}.*"] if f"{key}.*" in inside else []
+    like = get_close_matches(key, [*(name for name, _ in named), *inside], cutoff=0.7)
+    return " or ".join(map(repr, tied or held or like))
 
 
 class RoutedLeaf(NamedTuple):
@@ -174,7 +210,7 @@ class RoutedLeaf(NamedTuple):
         shape: its shape.
         rule: "muon" or the backup's name.
         why: in words.
-        lr: its learning rate.
+        lr: its learning rate; None if none was given.
         scales: what `lr` is multiplied by for each size of its matrices; (1.0,) for the backup.
         bytes: of its state.
     """
@@ -183,7 +219,7 @@ class RoutedLeaf(NamedTuple):
     shape: tuple[int, ...]
     rule: str
     why: str
-    lr: float
+    lr: float | None
     scales: tuple[float, ...]
     bytes: int
 
@@ -211,11 +247,9 @@ class Routing(NamedTuple):
 
     def __str__(self) -> str:
         """A table of the leaves, and the sums by rule."""
-        rows = [("leaf", "shape", "rule", "lr", "bytes", "why")]
-        for leaf in self.leaves:
-            lr = f"{leaf.lr:g}" + (f" x {', '.join(f'{x:.3g}' for x in leaf.scales)}" if leaf.rule == MUON else "")
-            shape = f"[{', '.join(map(str, leaf.shape))}]"
-            rows.append((leaf.path, shape, leaf.rule, lr, f"{leaf.bytes:,}", leaf.why))
+        rows = [("leaf", "shape", "rule", "lr", "bytes", "why"), *map(_row, self.leaves)]
+        if all(leaf.lr is None for leaf in self.leaves):
+            rows = [(*row[:3], *row[4:]) for row in rows]
         return "\n".join([table(rows, left=len(rows[0])), *map(self._sum, dict.fromkeys(self.labels.values()))])
 
     def _sum(self, rule: str) -> str:
@@ -225,7 +259,13 @@ class Routing(NamedTuple):
         return f"{rule}: {len(own)} leaves, {share}, {sum(leaf.bytes for leaf in own):,} bytes of state"
 
 
-def route(model: Any, rules: Rules | None = None, *, lr: float = 1e-3, backup: str = "gefen") -> Routing:
+def _row(leaf: RoutedLeaf) -> tuple[str, ...]:
+    lr = "" if leaf.lr is None else f"{leaf.lr:g}"
+    scaled = f"{lr} x {', '.join(f'{x:.3g}' for x in leaf.scales)}" if leaf.rule == MUON else lr
+    return leaf.path, f"[{', '.join(map(str, leaf.shape))}]", leaf.rule, scaled, f"{leaf.bytes:,}", leaf.why
+
+
+def route(model: Any, rules: Rules | None = None, *, lr: float | None = None, backup: str = "gefen") -> Routing:
     """Say which parameters `GefenMuon(model, lr)` gives to Muon and which to its backup, and why.
 
     Embeddings, whatever is tied to one, output layers, vectors, depthwise convolutions and matrices with a side below
@@ -237,8 +277,9 @@ def route(model: Any, rules: Rules | None = None, *, lr: float = 1e-3, backup: s
         rules: what you want otherwise: a dict from a name, a pattern as `"*.router.weight"`, or a module to `"muon"`,
             the backup's name or the `MatrixAxes` of Muon's matrices, of which the first that fits counts; or a function
             of name and parameter that returns one of those, or None to leave it. Another routing's `choices` are such
-            a dict.
-        lr: learning rate.
+            a dict: a name with a `Choice` may be of a parameter that this model lacks, or that `add_param_group` brings
+            later. So may every plain name where no module is given.
+        lr: learning rate, of which the table then has a column; `optimizer.routing()` shows those in use.
         backup: `"gefen"` or `"adamw"`.
 
     Returns:
@@ -246,7 +287,7 @@ def route(model: Any, rules: Rules | None = None, *, lr: float = 1e-3, backup: s
 
     Raises:
         TypeError: if a key of the rules is none.
-        ValueError: if a rule is none, does not fit its parameter, or fits no parameter.
+        ValueError: if a rule is none, does not fit its parameter, or fits no parameter: names like it are told.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 64))
@@ -259,7 +300,7 @@ def route(model: Any, rules: Rules | None = None, *, lr: float = 1e-3, backup: s
     check_used(rules, named, module)
     choices = choose(named, module, rules, backup)
     labels, spec = chosen_by(lambda name, p: choices[name])
-    tx = gefen_muon(lr, backup=backup, param_labels=labels, spec=spec, require_muon=False)
+    tx = gefen_muon(0.0 if lr is None else lr, backup=backup, param_labels=labels, spec=spec, require_muon=False)
     return routing(dict(named), choices, tx, dict.fromkeys(choices, lr), "match_rms_adamw")
 
 
@@ -279,7 +320,7 @@ def routing(
     params: Mapping[str, Tensor],
     choices: Mapping[str, Choice],
     tx: GradientTransformation,
-    lrs: Mapping[str, float],
+    lrs: Mapping[str, float] | Mapping[str, None],
     adjust: str | None,
 ) -> Routing:
     """The report of these choices.
@@ -288,7 +329,7 @@ def routing(
         params: by name; frozen ones have no state.
         choices: one for each.
         tx: whose state is counted; its labels and spec are those of the choices.
-        lrs: the learning rate of each.
+        lrs: the learning rate of each, if known.
         adjust: scale of Muon's learning rate by shape.
     """
     trained = {name: p for name, p in params.items() if p.requires_grad}

@@ -119,7 +119,7 @@ ADAPTERS = {
     "lr_find": "make_run, optimizer='gefen', *, low=1e-06, high=1.0, range_steps=100, steps=100, runs=10, seed=0, "
     "watch=None",
     "StateTree": "state, params",
-    "route": "model, rules=None, *, lr=0.001, backup='gefen'",
+    "route": "model, rules=None, *, lr=None, backup='gefen'",
 }
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, LambdaLR, OneCycleLR
 
 from gefen_fn import MatrixAxes, fuse, orthogonalize
-from gefen_nn import CheckpointError, GefenMuon, Muon, route
+from gefen_nn import CheckpointError, Choice, GefenMuon, Muon, route
 from tests import model_zoo
 from tests.model_zoo import Conv1D, Parts, linear
 from tests.small_net import bits, same
@@ -139,7 +139,7 @@ def test_groups_of_yours_step_as_one_optimizer_with_these_values_each():
 
 
 def test_a_group_added_later_is_split_by_shape_and_name_and_a_bad_one_leaves_nothing():
-    model, optimizer = stepped(1, rules={"late.weight": "gefen"})
+    model, optimizer = stepped(1, rules={"late.weight": Choice("gefen", "comes later")})
     late, head = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 64))
     with pytest.raises(ValueError, match=r"twice|more than one"):  # when Muon's part is in already
         optimizer.add_param_group({"params": [("more.weight", head), ("body.0.bias", model.body[0].bias)]})
@@ -480,6 +480,11 @@ REFUSED = {
         lambda: Muon([torch.zeros(64, 64)], ns_coefficients="tuned3", ns_steps=3),
         ValueError,
         "`ns_steps` repeats one triple: got 3 beside 'tuned3'",
+    ),
+    "a rule for nothing": (
+        lambda: GefenMuon(net(), rules={"lm_haed.weight": "muon"}),
+        ValueError,
+        "got 'lm_haed.weight'.*Did you mean 'lm_head.weight'",
     ),
     "a rate": (lambda: GefenMuon(net(), muon_lr=-1.0), ValueError, "`lr` of a group.*-1.0"),
     "a momentum": (lambda: GefenMuon(net(), momentum=1.0), ValueError, "momentum"),

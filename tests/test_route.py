@@ -188,7 +188,7 @@ RULES = {
     "a function": (lambda name, p: "gefen" if p.shape[0] == 128 else None, ("gefen", "your rule")),
     "a function that leaves all": (lambda name, p: None, ("muon", "matrix 128 x 64")),
     "a choice": ({"a.weight": Choice("gefen", "as before")}, ("gefen", "as before")),
-    "a name that is left out": ({"other.weight": "gefen"}, ("muon", "matrix 128 x 64")),
+    "a choice of another model": ({"other.weight": Choice("gefen", "as before")}, ("muon", "matrix 128 x 64")),
 }
 
 
@@ -198,6 +198,11 @@ def test_your_rules_come_first(rules, expected):
     assert (choice.rule, choice.why) == expected
 
 
+def test_a_name_may_be_of_a_parameter_that_is_left_out_where_no_model_is_given():
+    rules = {"frozen.weight": "gefen", "a.weight": "gefen"}
+    assert route([("a.weight", torch.zeros(64, 64))], rules).labels == {"a.weight": "gefen"}
+
+
 def test_a_rule_for_a_module_is_for_all_its_parameters_and_may_send_an_embedding_to_muon():
     model = Parts(tower=Parts(a=linear(64, 64), b=linear(64, 64)), table=nn.Embedding(64, 64))
     labels = route(model, {model.tower: "gefen", model.table: "muon"}).labels
@@ -205,10 +210,21 @@ def test_a_rule_for_a_module_is_for_all_its_parameters_and_may_send_an_embedding
 
 
 BAD_RULES = {
-    "unknown": ({"a.weight": "adamw"}, ValueError, r"'muon', 'gefen' or a MatrixAxes: got 'adamw' for `a.weight`"),
+    "unknown": ({"a.weight": "adamw"}, ValueError, r"'muon', 'gefen' or a MatrixAxes: got 'adamw' for 'a.weight'"),
     "no fit": ({"*.router.weight": "gefen"}, ValueError, r"'\*\.router\.weight', which fits none of 2"),
     "module": ({linear(64, 64): "gefen"}, ValueError, "got Linear, which fits none"),
-    "vector": ({"a.bias": "muon"}, ValueError, r"`a.bias` of shape \(64,\) cannot be Muon's"),
+    "a name": ({"a.wieght": "gefen"}, ValueError, "got 'a.wieght', which fits none of 2. Did you mean 'a.weight'"),
+    "axes of a name": ({"b.weight": MatrixAxes(0, 1)}, ValueError, "Did you mean 'a.weight'"),
+    "a module's name": ({"a": "muon"}, ValueError, r"got 'a', which fits none of 2. Did you mean 'a\.\*'\?"),
+    "nothing near": ({"zzz": "muon"}, ValueError, "none of 2. Correct it"),
+    "a value that is not reached": (
+        {"*": "gefen", "a.weight": "nonsense"},
+        ValueError,
+        "got 'nonsense' for 'a.weight'",
+    ),
+    "a value of nothing": ({"a.weight": None}, ValueError, "got None for 'a.weight'"),
+    "a choice": ({"b.weight": Choice("adamw", "")}, ValueError, "got Choice.* for 'b.weight'"),
+    "vector": ({"a.*": "muon"}, ValueError, r"`a.bias` of shape \(64,\) cannot.* put '\*a.bias': 'gefen' first"),
     "axes": ({"a.weight": MatrixAxes(0, 2)}, ValueError, r"`a.weight` of shape \(64, 64\) cannot be Muon's"),
     "key": ({3: "muon"}, TypeError, "a name, a pattern or a module: got int"),
 }
@@ -218,6 +234,16 @@ BAD_RULES = {
 def test_a_rule_that_is_none_or_fits_nothing_is_refused(rules, error, text):
     with pytest.raises(error, match=text):
         route(Parts(a=linear(64, 64, bias=True)), rules)
+
+
+def test_a_tied_parameter_is_told_by_the_name_that_it_has():
+    with pytest.raises(ValueError, match=r"got 'table.weight', which fits none of 1\. Did you mean 'out.weight'"):
+        route(head_first(), {"table.weight": "muon"})
+
+
+def test_the_advice_for_a_vector_can_be_followed():
+    model = Parts(a=linear(64, 64, bias=True))
+    assert route(model, {"*a.bias": "gefen", "a.*": "muon"}).labels == {"a.weight": "muon", "a.bias": "gefen"}
 
 
 def test_the_report_tells_leaf_rule_why_lr_and_bytes_m28():
@@ -233,6 +259,8 @@ def test_the_report_tells_leaf_rule_why_lr_and_bytes_m28():
         ["muon: 2 leaves, 10,240 entries (99.4%), 6,528 bytes of state"],
         ["gefen: 1 leaves, 64 entries (0.6%), 516 bytes of state"],
     ]
+    without = [re.split(r"\s{2,}", line) for line in str(route(model)).splitlines()]
+    assert without == [row[:3] + row[4:] for row in table[:4]] + table[4:]
     held = {leaf.path: leaf.bytes for leaf in GefenMuon(model).describe().leaves}
     assert {leaf.path: leaf.bytes for leaf in report.leaves if leaf.bytes} == held
 
