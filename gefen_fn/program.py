@@ -176,28 +176,37 @@ def _stages(tx: Any, path: Path, owner: Stage | None) -> Iterator[Stage]:
     elif recipe.name == "named_chain":
         for name, inner in recipe.args:
             yield from _stages(inner, (*path, name), owner)
-    elif isinstance(inner := opened(recipe), GradientTransformation):
+    elif (inner := opened(recipe).tx) is not None:
         yield from _stages(inner, (*path, "inner_state"), Stage(recipe, path, owner))
     elif recipe.name != "identity":
         yield Stage(recipe, path, owner)
 
 
-def opened(recipe: Recipe) -> GradientTransformation | Exception | None:
-    """The transform inside an injection, with marked arguments; None if the recipe is no injection's.
+class Inside(NamedTuple):
+    """What is inside an injection; nothing of either in any other transform.
 
-    If its factory does more with a number than pass it on, the error that it raises, as a mark is no number; which of
-    all errors that is, is the factory's to say. `unread` tells it.
+    Attributes:
+        tx: the transform, with marked arguments; None if it cannot be read.
+        error: why not: what its factory raises if it does more with a number than pass it on, as a mark is no number.
     """
+
+    tx: GradientTransformation | None
+    error: Exception | None
+
+
+def opened(recipe: Recipe) -> Inside:
+    """What is inside, if this is the recipe of an injection."""
     try:
-        return recipe.marked() if recipe.marked is not None else None
-    except Exception as error:
-        return error
+        return Inside(None if recipe.marked is None else recipe.marked(), None)
+    except Exception as error:  # which of all errors that is, is the factory's to say
+        return Inside(None, error)
 
 
 def unread(tx: Any) -> str:
     """Which injection in a transform cannot be read, and why; empty if all can."""
     recipe = recipe_of(tx)
-    if isinstance(error := opened(recipe), Exception):
+    error = opened(recipe).error
+    if error is not None:
         why = f"{type(error).__name__}: {error}"
         return f"the factory of {recipe.name} does more with a number than pass it on, {why}"
     return next(filter(None, map(unread, inner_of(recipe))), "")

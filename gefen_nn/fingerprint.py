@@ -2,7 +2,8 @@
 
 Compared are the arguments of every stage, to the bit: numbers, text, tensors, policies, and functions by their code and
 the plain values that they close over. Left out is what may differ between members: the values that groups carry, which
-each vote compares by itself, scopes, and what functions of the parameters close over, as a member's may have others.
+each vote compares by itself, scopes, what functions of the parameters close over, as a member's may have others, and
+the number of a device. A rank that another function closes over is a plain value, and so tells members apart.
 Not seen are globals that functions read, objects that they close over, and numbers that a factory computes with.
 """
 
@@ -55,13 +56,13 @@ class _Writer:
         is_of_params = recipe.name in ("masked", "partition", "clip_by_qk")
         args = [self._argument(x, is_of_params and n == 1) for n, x in enumerate(recipe.args)]
         named = [f"{name}={self._argument(x, name in FUNCTIONS_OF_PARAMS)}" for name, x in kwargs.items()]
-        inner = opened(recipe)
-        computes = isinstance(inner, Exception)
-        inside = _Writer(self._carried, floats=False).value(recipe.inner) if computes else self.value(inner)
-        return f"{recipe.name}({', '.join([*args, *named])}) {inside}"
+        inside = opened(recipe)
+        computes = inside.error is not None
+        inner = _Writer(self._carried, floats=False).value(recipe.inner) if computes else self.value(inside.tx)
+        return f"{recipe.name}({', '.join([*args, *named])}) {inner}"
 
     def _argument(self, x: Any, of_params: bool) -> str:
-        return _code(x) if of_params and isinstance(x, FunctionType) else self.value(x)
+        return self._code(x) if of_params and isinstance(x, FunctionType) else self.value(x)
 
     def value(self, x: Any) -> str:
         """An argument."""
@@ -69,10 +70,12 @@ class _Writer:
             return self.transform(x)
         if isinstance(x, Tensor):
             return f"{x.dtype}{tuple(x.shape)}" + (f"{_sum(x)}" if self._floats or x.ndim else "")
+        if isinstance(x, torch.device):
+            return x.type  # members may hold devices of their own
         if isinstance(x, _PLAIN):
             return "float" if isinstance(x, float) and not self._floats else repr(x)
         if isinstance(x, Mapping):
-            return f"{{{', '.join(sorted(f'{key!r}: {self.value(own)}' for key, own in x.items()))}}}"
+            return f"{{{', '.join(sorted(f'{self.value(key)}: {self.value(own)}' for key, own in x.items()))}}}"
         if isinstance(x, (tuple, list)):
             return f"{type(x).__name__}[{', '.join(map(self.value, x))}]"
         if isinstance(x, (set, frozenset)):
@@ -88,7 +91,15 @@ class _Writer:
         function = x.__func__ if isinstance(x, MethodType) else x
         held = [getattr(cell, "cell_contents", None) for cell in function.__closure__ or ()]
         held += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        return f"{_code(function)} {list(map(self._held, held))}"
+        return f"{self._code(function)} {list(map(self._held, held))}"
+
+    def _code(self, function: Callable[..., Any]) -> str:
+        return f"{function.__qualname__} {self._instructions(function.__code__)}"
+
+    def _instructions(self, code: CodeType) -> str:
+        whole = _Writer(self._carried)  # a number in code is the same whatever a factory computes with
+        constants = [self._instructions(x) if isinstance(x, CodeType) else whole.value(x) for x in code.co_consts]
+        return f"{zlib.crc32(code.co_code)} {code.co_names} {constants}"
 
     def _object(self, x: Any) -> str:
         """A policy, or an argument of somebody's own: its type, and what it holds."""
@@ -100,15 +111,6 @@ class _Writer:
     def _held(self, x: Any) -> str:
         """What a function or an object holds: other objects, which may be anybody's, by their type alone."""
         return self.value(x) if isinstance(x, _OPEN) or is_dataclass(x) else type(x).__qualname__
-
-
-def _code(function: Callable[..., Any]) -> str:
-    return f"{function.__qualname__} {_instructions(function.__code__)}"
-
-
-def _instructions(code: CodeType) -> str:
-    constants = [_instructions(x) if isinstance(x, CodeType) else repr(x) for x in code.co_consts]
-    return f"{zlib.crc32(code.co_code)} {code.co_names} {constants}"
 
 
 def _sum(x: Tensor) -> int | None:

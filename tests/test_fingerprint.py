@@ -1,7 +1,11 @@
 """Transforms that members would step apart by have other fingerprints; the same ones, built again, have one."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,6 +73,10 @@ def names(of):
     return lambda params: {k: k in of for k in params}
 
 
+def on(device):
+    return lambda count: torch.ones((), device=device)
+
+
 def joined(steps):
     return join_schedules([cosine_decay_schedule(1e-3, steps), lambda count: 0.1], [5])
 
@@ -112,6 +120,7 @@ MEMBERS_OWN: dict[str, tuple[Callable[[Any], GradientTransformation], Any, Any]]
     "the rate of groups, in a chain": (lambda x: chain(scale(1.0), inject_hyperparams(gefen)(x)), 1e-3, 1e-2),
     "the rate that a factory computes with": (lambda x: inject_hyperparams(lambda lr: gefen(lr * 2))(x), 1e-3, 1e-2),
     "names that a mask knows": (lambda x: masked(gefen(1e-3), names(x)), ("a",), ("b",)),
+    "the number of a device": (lambda x: gefen(on(x)), torch.device("cuda", 0), torch.device("cuda", 1)),
     "objects that a function knows": (lambda x: gefen(lambda count: x.power * 0.1), Rule(1), Rule(2)),
 }
 
@@ -123,3 +132,27 @@ def test_what_members_may_have_of_their_own_is_left_out(build, one, other):
 
 def test_masks_of_other_code_are_told_apart():
     assert number(masked(gefen(1e-3), lambda p: p.ndim > 1)) != number(masked(gefen(1e-3), lambda p: p.ndim > 2))
+
+
+OF_CODE = """
+from gefen_fn import gefen, masked, stateless
+from gefen_nn.fingerprint import fingerprint
+mask = lambda params: {k: k.split(".")[-1] not in {"bias", "norm", "scale"} for k in params}
+for tx in masked(gefen(1e-3), mask), stateless(lambda u, p, own={("a", frozenset("xyz")): 1}: u):
+    print(fingerprint(tx, tx))
+"""
+
+
+def test_a_number_is_the_same_in_processes_that_order_sets_otherwise():
+    paths = os.pathsep.join(map(str, (root := Path(__file__).parents[1], root / "kernels")))
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", OF_CODE],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in "12"
+    ]
+    printed = {run.communicate()[0] for run in runs}
+    assert len(printed) == 1 and len(printed.pop().split()) == 2
