@@ -30,8 +30,8 @@ def flatten_state(state: OptState) -> dict[str, Tensor]:
 
     The stage is the name of the state's class (`ScaleByAdamState` gives `scale_by_adam`), not its place in a chain, so
     inserting another stage keeps the names; the second of a kind is `scale_by_adam#2`, and a state that is no
-    NamedTuple is `state`. A stage's inner state, the fields that begin with `inner`, is named for itself. `None` leaves
-    are left out.
+    NamedTuple is `state`. A stage's inner state, the fields that begin with `inner`, is named for itself. A dot inside
+    of a key is written `%2E`, a percent sign `%25`: `layer.weight` is `layer%2Eweight`. `None` leaves are left out.
 
     Args:
         state: the state of any transform.

@@ -17,12 +17,15 @@ def one_process():
     dist.destroy_process_group()
 
 
-def test_the_recipes_run_in_order(monkeypatch, one_process):
+def test_the_recipes_run_in_order(monkeypatch, one_process, tmp_path):
+    monkeypatch.chdir(tmp_path)  # one saves a state
     monkeypatch.setattr(torch, "compile", lambda step: step)  # tests/test_compile.py does, and takes its time
-    names = run_page(ROOT / "notebooks" / "recipes.md", count=19, longest=14)
+    names = run_page(ROOT / "notebooks" / "recipes.md", count=20, longest=14)
     assert names["decays"]["0.weight"] and not names["decays"]["1.weight"] and not names["decays"]["0.bias"]
     assert names["every_fourth"].state_tree().gradient_step == 1
     assert names["average"].n_averaged == 1 and names["saved"].keys() == dict(names["model"].named_parameters()).keys()
+    assert {x.dtype for x in names["mean"].values()} == {torch.float32}
+    assert {"scale_by_gefen.mu.0%2Eweight.codes", "scale_by_gefen.codebook"} <= names["flat"].keys()
     assert names["rows"].keys() == names["params"].keys() == names["before"].keys()
     assert names["log"]["0.weight/at_ends"] > 0.003 and not {p.grad for p in names["small"].parameters()} - {None}
 
