@@ -78,7 +78,7 @@ def read(
     Raises:
         CheckpointError: for a missing part, another version or block, or names that do not match.
     """
-    _check_form(state_dict)
+    check_form(state_dict)
     stages = _stages(_keys(state_dict["state"]))
     for group in state_dict["param_groups"]:
         _check_fixed(group, groups[0], strict, stages)
@@ -91,7 +91,7 @@ def read(
     return Saved({name: dict(state_dict["state"].get(i, {})) for i, name in names.items()}, values)
 
 
-def _check_form(state_dict: Any) -> None:
+def check_form(state_dict: Any) -> None:
     """Refuse what `Optimizer.state_dict` cannot have made."""
     for index in _part(state_dict, "state", Mapping):
         _part(state_dict["state"], index, Mapping)

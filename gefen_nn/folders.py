@@ -25,7 +25,7 @@ Sums = dict[str, tuple[int, int]]  # size and CRC-32 of each file
 def beside(path: Path, what: str) -> Path:
     """Where a checkpoint is written (`part`), or waits to be deleted (`old`)."""
     path = Path(os.path.abspath(path))  # "." has no name
-    return path.with_name(f".{path.name}.{what}")
+    return path.parent / f".{path.name}.{what}"  # which "/" has too
 
 
 def is_complete(folder: Path) -> bool:

@@ -4,8 +4,6 @@ Read are folders of `gefen_nn.save` and of torch.distributed.checkpoint, and fil
 packages too, as far as it is a torch state dict.
 """
 
-import pickle
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +13,7 @@ from torch import Tensor
 
 from gefen_fn.tree import readable
 from gefen_nn import folders
+from gefen_nn.checkpoint import check_form, same_bits
 from gefen_nn.errors import CheckpointError
 from gefen_nn.saved_index import Index, read_index
 
@@ -56,6 +55,7 @@ class Stored(NamedTuple):
         groups: values of each group, names of its parameters under `params`.
         other_bytes: of tensors beside the state, such as the model's.
         fetch: reads tensors by their keys.
+        faults: what does not fit together, that `leaves` do not show.
     """
 
     kind: str
@@ -64,6 +64,7 @@ class Stored(NamedTuple):
     groups: list[dict[str, Any]]
     other_bytes: int
     fetch: Callable[[Iterable[str]], dict[str, Tensor]]
+    faults: tuple[str, ...] = ()
 
 
 def read_stored(path: Path, key: str | None = None) -> Stored:
@@ -106,13 +107,14 @@ def state_dict_in(path: Path, key: str | None = None) -> tuple[Mapping[str, Any]
     Raises:
         CheckpointError: if the file cannot be read, or holds no state, or several and `key` does not say which.
     """
-    try:
-        held = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"`path` must be a file of torch.save that holds tensors and plain values: got {path}, which "
-            f"torch.load(weights_only=True) refuses with {type(error).__name__}. Save `optimizer.state_dict()`."
-        ) from error
+    with path.open("rb") as stream:
+        try:
+            held = torch.load(stream, map_location="cpu", weights_only=True)
+        except Exception as error:  # a pickle that is damaged may raise anything
+            raise CheckpointError(
+                f"`path` must be a file of torch.save that holds tensors and plain values: got {path}, which "
+                f"torch.load(weights_only=True) refuses with {type(error).__name__}. Save `optimizer.state_dict()`."
+            ) from error
     found = _state_dicts(held)
     name = _choose(path, found, key)
     return found[name], _bytes_of({k: x for k, x in held.items() if k != name}) if name else 0
@@ -145,21 +147,54 @@ def _bytes_of(x: Any) -> int:
 
 
 def _of_state_dict(kind: str, source: Mapping[str, Any], other_bytes: int) -> Stored:
+    check_form(source)
     groups = [dict(group) for group in source["param_groups"]]
     names = _names(groups, source["state"])
     tensors: dict[str, Tensor] = {}
     leaves: dict[str, StoredLeaf] = {}
+    copies: dict[str, set[str | None]] = {}  # who has what belongs to all
+    faults = []
     loose = {k: x for k, x in source.items() if isinstance(x, Tensor)}  # Gefen-X has its codebook beside the state
     for i, held in [*source["state"].items(), (None, loose)]:
-        for key, x in held.items():
-            x = x if isinstance(x, Tensor) else torch.as_tensor(x) if isinstance(x, (int, float)) else None
-            if x is not None:
-                leaf = _leaf(None if i is None else names[str(i)], key, x)
-                leaves[leaf.key], tensors[leaf.key] = leaf, x
+        name = None if i is None else names[str(i)]
+        for key, x in _tensors_in(name, held).items():
+            leaf = _leaf(name, key, x)
+            if leaf.key in tensors and not same_bits(tensors[leaf.key], x):
+                faults.append(f"{name}: {key} must be equal for all parameters, and differs here")
+            if leaf.owner is None:
+                copies.setdefault(key, set()).add(name)
+            leaves.setdefault(leaf.key, leaf)
+            tensors.setdefault(leaf.key, x)
+    holders = [names[str(i)] for i, held in source["state"].items() if held]
+    lacking = [(name, key) for key, own in copies.items() for name in holders if not {name, None} & own]
+    faults += [f"{name}: {key} is missing" for name, key in lacking]
     for group in groups:
         group["params"] = [names[str(i)] for i in group["params"]]
         group.pop("param_names", None)
-    return Stored(kind, {}, tuple(leaves.values()), groups, other_bytes, lambda keys: {k: tensors[k] for k in keys})
+    return Stored(
+        kind, {}, tuple(leaves.values()), groups, other_bytes, lambda keys: {k: tensors[k] for k in keys}, tuple(faults)
+    )
+
+
+def _tensors_in(name: str | None, held: Mapping[Any, Any]) -> dict[str, Tensor]:
+    """The tensors and numbers of a parameter's dictionary; what else it holds is left out.
+
+    Raises:
+        CheckpointError: for a key that is no text, or a tensor without data.
+    """
+    found = {}
+    for key, x in held.items():
+        x = x if isinstance(x, Tensor) else torch.tensor(x, device="cpu") if isinstance(x, (int, float)) else None
+        if not isinstance(key, str):
+            raise CheckpointError(f"State of {name!r} must have names: got the key {key!r}. The file is damaged.")
+        if x is not None and (x.is_meta or x.layout != torch.strided):
+            kind = "on meta" if x.is_meta else x.layout
+            raise CheckpointError(
+                f"`{name}: {key}` must be a dense tensor with data: got one {kind}. Save the tensors' data."
+            )
+        if x is not None:
+            found[key] = x
+    return found
 
 
 def _names(groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> dict[str, str]:
@@ -184,16 +219,16 @@ def _leaf(owner: str | None, key: str, x: Tensor) -> StoredLeaf:
 
 
 def _read_folder(path: Path, key: str | None) -> Stored:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from gefen_nn.untrusted import loaded, read_metadata  # torch.distributed is for those who name a folder
 
     folder = folders.published(path) if not (path / ".metadata").exists() else path
-    metadata: Any = FileSystemReader(folder).read_metadata()
-    tensors = {k: x for k, x in metadata.state_dict_metadata.items() if hasattr(x, "size")}
+    metadata = read_metadata(folder)
+    tensors: dict[str, Any] = {k: x for k, x in metadata.state_dict_metadata.items() if hasattr(x, "size")}
     sizes = {k: torch.Size(x.size).numel() * x.properties.dtype.itemsize for k, x in tensors.items()}
 
     def fetch(keys: Iterable[str]) -> dict[str, Tensor]:
-        wanted = {k: torch.empty(tensors[k].size, dtype=tensors[k].properties.dtype) for k in keys}
-        return _loaded(folder, wanted)
+        wanted = {k: _blank(tensors[k]) for k in keys}
+        return loaded(folder, wanted)
 
     paths: Mapping[str, Any] = metadata.planner_data or {}
     indices = [k for k, at in paths.items() if at[-1] == "index" and k not in tensors]
@@ -201,7 +236,7 @@ def _read_folder(path: Path, key: str | None) -> Stored:
     if not found:
         return _of_flat(path, folder, paths, tensors, sizes, key)
     name = _choose(path, found, key)
-    index = read_index(_loaded(folder, {found[name]: ""})[found[name]])
+    index = read_index(loaded(folder, {found[name]: ""})[found[name]])
     leaves = tuple(_of_index(f"{name}.state.", index))
     own = sum(sizes[leaf.key] for leaf in leaves)
     kind = "a folder of gefen_nn.save" if folders.is_complete(folder) else "a folder of torch.distributed.checkpoint"
@@ -224,6 +259,8 @@ def _of_flat(
     path: Path, folder: Path, paths: Mapping[str, Any], tensors: Mapping[str, Any], sizes: Mapping[str, int], key: Any
 ) -> Stored:
     """A state dict that was handed to torch.distributed.checkpoint as it is."""
+    from gefen_nn.untrusted import loaded
+
     found: dict[str, dict[str, Any]] = {}
     for k, at in paths.items():
         for n, part in enumerate(at):
@@ -232,8 +269,8 @@ def _of_flat(
                 found.setdefault(name, {})[k] = at[n:]
                 break
     name = _choose(path, found, key)
-    blank = {k: torch.empty(x.size, dtype=x.properties.dtype) for k, x in tensors.items() if k in found[name]}
-    held = _loaded(folder, {**{k: "" for k in found[name]}, **blank})
+    blank = {k: _blank(x) for k, x in tensors.items() if k in found[name]}
+    held = loaded(folder, {**{k: "" for k in found[name]}, **blank})
     source: dict[str, Any] = {"state": {}, "param_groups": {}}
     for k, (part, at, *rest) in found[name].items():
         source[part].setdefault(at, {})[".".join(map(str, rest))] = held[k]
@@ -242,16 +279,6 @@ def _of_flat(
     return _of_state_dict("a folder of torch.distributed.checkpoint", source, others)
 
 
-def _loaded(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """Fill `wanted`, by flat keys."""
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    try:
-        with warnings.catch_warnings():  # one process needs no group, and no warning that it has none
-            warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-            load(wanted, checkpoint_id=folder)
-    except CheckpointException as error:
-        cause, _ = next(iter(error.failures.values()))
-        raise CheckpointError(f"The folder's files must be complete: got {cause!r}. Load an older one.") from error
-    return wanted
+def _blank(x: Any) -> Tensor:
+    """A tensor to read one into, of which the metadata tell."""
+    return torch.empty(x.size, dtype=x.properties.dtype, device="cpu")
