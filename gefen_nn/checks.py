@@ -2,14 +2,25 @@
 
 import warnings
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gefen_fn.scalar import squares_are_finite
+from gefen_fn.scalar import came, squares_are_finite
 from gefen_fn.shards import local
 from gefen_fn.tree import StructureError, check_floating
 from gefen_kernels import ops
+
+_MAY_BE_NONE = ("foreach", "fused")  # then the optimizer chooses
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise `ValueError` for a flag that is no bool, as "no" is none, which would switch it on."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool) and not (flag is None and name in _MAY_BE_NONE):
+            wanted = "True, False or None" if name in _MAY_BE_NONE else "True or False"
+            raise ValueError(f"`{name}` must be {wanted}: got {came(flag)}. Pass a bool.")
 
 
 def check_gradients(grads: Mapping[str, Tensor | None], params: Mapping[str, Tensor], finite: bool) -> None:

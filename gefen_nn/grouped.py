@@ -12,7 +12,7 @@ from gefen_fn.fuse import fuse
 from gefen_fn.shards import placements_of
 from gefen_fn.tree import check_floating
 from gefen_nn import groups, state_view
-from gefen_nn.checks import warn_if_slow
+from gefen_nn.checks import check_flags, warn_if_slow
 from gefen_nn.control import Control
 from gefen_nn.extras import Extras
 from gefen_nn.kept import Kept
@@ -40,6 +40,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._kept, self._host = Kept(), None
         groups.check_arguments(params, tx)
+        check_flags(fused=fused, capturable=capturable)
         self._tx, self._capturable = tx, capturable
         self._fused = None if fused is False else fuse(tx)
         injection = groups.find_injection(tx)
@@ -133,7 +134,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse a group, or a saved group's values; tensors are read."""
-        groups.check_keys(group, self.defaults, self._settled)
+        groups.check_keys(group, self.defaults, self._settled, type(self).__name__ if self.keys else "")
         groups.check_values(self._rebuild, group, self._keys, read=True)
 
     def _check_changes(self) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from numbers import Real
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from gefen_fn.base import GradientTransformation, OptState, check_transform
 from gefen_fn.combine import recipe_of
 from gefen_fn.program import Path, at, put
-from gefen_fn.scalar import WRITE_A_FLOAT, scalar_on
+from gefen_fn.scalar import WRITE_A_FLOAT, came, is_number, scalar_on
 from gefen_fn.tree import StructureError
 
 FORMAT_VERSION = 1
@@ -22,7 +21,7 @@ _TORCH_NAMES = {"learning_rate": "lr"}
 _NAMES = "lr betas eps weight_decay momentum dampening nesterov decay amsgrad maximize"
 _ELSEWHERE = {  # as other libraries and scripts call them
     "lr": "learning_rate learningrate learn_rate lrate",
-    "betas": "beta1 beta2 beta_1 beta_2 b1 b2",
+    "betas": "beta beta1 beta2 beta_1 beta_2 b1 b2",
     "eps": "epsilon",
     "weight_decay": "wd weight_decay_rate",
     "momentum": "mom",
@@ -44,6 +43,7 @@ REFUSED = {
     "differentiable": "Use the pure transform, `gefen_fn.gefen`, and differentiate through its updates",
     "decoupled_weight_decay": "Decay is always decoupled: leave it out",
 }
+_LEAST_LETTERS, _LIKENESS = 4, 0.9  # `rate`, `bets` and `moment` may be notes of the user's
 _GUARDS = {"MultiSteps": "inner_opt_state", "apply_if_finite": "inner_state"}
 _ROUNDING = 1e-12  # torch's LinearLR from 1/3 to 0 ends at -1.4e-20
 
@@ -53,24 +53,33 @@ class ExpressionGroup(dict[str, Any]):
 
     def __missing__(self, key: str) -> Any:
         """Raise with the fix for a hyperparameter, plainly for another key."""
-        raise KeyError(_no_such_key(key, self) if key in _HYPERPARAMETERS else key)
+        raise KeyError(_no_such_key(key, {}) if key in _HYPERPARAMETERS else key)
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Refuse a hyperparameter that no step would read."""
         if key in _HYPERPARAMETERS:
-            raise KeyError(_no_such_key(key, self))
+            raise KeyError(_no_such_key(key, {}))
         super().__setitem__(key, value)
 
 
-def _no_such_key(key: str, known: Mapping[str, Any]) -> str:
-    close = next(iter(get_close_matches(key.lower(), [*known, *_MEANT], 1, 0.8)), key)
-    meant = _MEANT.get(close, close)
-    if meant in known:
+def _meant(key: str, known: Mapping[str, Any]) -> str | None:
+    """The hyperparameter that a key is, nearly or as others call it; None for a note, as `max_momentum` is one."""
+    word, names = key.lower().strip("_"), {**_MEANT, **{name: name for name in (*_NAMES.split(), *known)}}
+    long = [name for name in names if len(name) >= _LEAST_LETTERS and name not in FIXED_KEYS]
+    close = get_close_matches(word, long, 1, _LIKENESS) if len(word) >= _LEAST_LETTERS else []
+    return names.get(word) or (names[close[0]] if close else None)
+
+
+def _no_such_key(key: str, known: Mapping[str, Any], preset: str = "") -> str:
+    meant, shown = _meant(key, known), sorted(set(known) - set(FIXED_KEYS))
+    if meant in shown:
         return f"A group key must be one that a step reads: got `{key}`. Did you mean `{meant}`?"
+    if preset:
+        return f"A group key of {preset} must be one of {shown}: got `{key}`, which no step reads. Leave it out."
     return (
         f"A group has `{key}` only if one `inject_hyperparams` of the transform injects it: got groups that have "
-        f"{sorted(known)}. Correct the name, or write `inject_hyperparams(adamw)(learning_rate=1e-3)`, around several "
-        "stages `inject_hyperparams(lambda learning_rate: chain(clip_by_global_norm(1.0), "
+        f"{shown or 'none'}. Correct the name, or write `inject_hyperparams(adamw)(learning_rate=1e-3)`, around "
+        "several stages `inject_hyperparams(lambda learning_rate: chain(clip_by_global_norm(1.0), "
         "gefen(learning_rate)))(1e-3)`, or pass a schedule."
     )
 
@@ -127,7 +136,10 @@ def group_defaults(tx: GradientTransformation, keys: Keys, block: int) -> dict[s
 
 
 def check_keys(
-    group: Mapping[str, Any], defaults: Mapping[str, Any], settled: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    group: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    settled: Mapping[str, tuple[Any, ...]] = MappingProxyType({}),
+    preset: str = "",
 ) -> None:
     """Refuse a group's own hyperparameter, or what is spelt like one, that no step would read.
 
@@ -135,6 +147,7 @@ def check_keys(
         group: a group, or part of it; a key that is no hyperparameter may say what it likes.
         defaults: what every group holds.
         settled: by key what a group may say of an argument that is one for all groups, and was given elsewhere.
+        preset: the name of an optimizer whose keys are fixed; none for an expression's, which injects what it likes.
 
     Raises:
         ValueError: naming the key and the fix.
@@ -143,10 +156,11 @@ def check_keys(
     for key, value in group.items():
         if key in common:
             if _frozen(value) not in map(_frozen, common[key]):
-                came = f"must be {common[key][0]!r} in all groups: got {value!r}"
-                raise ValueError(f"`{key}` {came}. Give it to the optimizer.")
-        elif key not in defaults and not _is_idle(group, key) and _resembles(str(key), defaults):
-            raise ValueError(_no_such_key(key, defaults))
+                where = f": {preset}({key}=...)" if key in settled and preset else ""
+                rule = f"`{key}` must be {common[key][0]!r} in all groups: got {value!r}"
+                raise ValueError(f"{rule}. Give it to the optimizer{where}.")
+        elif key not in defaults and not _is_idle(group, key) and _meant(str(key), defaults) is not None:
+            raise ValueError(_no_such_key(key, defaults, preset))
 
 
 def _frozen(value: Any) -> Any:
@@ -166,12 +180,6 @@ def _is_idle(group: Mapping[str, Any], key: str) -> bool:
     if key in REFUSED and isinstance(value, bool) and value not in _IDLE[key]:
         raise ValueError(f"`{key}` must be {_IDLE[key][0]}: got {value}. {REFUSED[key]}.")
     return key in _IDLE and isinstance(value, (bool, int, float)) and value in _IDLE[key]
-
-
-def _resembles(key: str, defaults: Mapping[str, Any]) -> bool:
-    """Whether a key is a hyperparameter's, or nearly so; `max_momentum` and the like are notes of schedulers."""
-    likeness = 0.8 if len(key) <= 3 else 0.85
-    return bool(get_close_matches(key.lower(), [*defaults, *_HYPERPARAMETERS], 1, likeness))
 
 
 def check_values(rebuild: Callable[[dict[str, Any]], Any], group: Mapping[str, Any], keys: Keys, read: bool) -> None:
@@ -199,9 +207,9 @@ def check_values(rebuild: Callable[[dict[str, Any]], Any], group: Mapping[str, A
 def _no_number(key: str, count: int, value: Any) -> str:
     wanted = f"{count} numbers" if count > 1 else "a number or a 0-dim tensor"
     if isinstance(value, str) or (isinstance(value, (tuple, list)) and any(isinstance(x, str) for x in value)):
-        came = "a string" if isinstance(value, str) else "strings"
-        return f"`{key}` must be {wanted}: got {came}, {value!r}. {WRITE_A_FLOAT}"
-    return f"`{key}` must be {wanted}: got {value!r}. Leave it out for the default."
+        kind = "a string" if isinstance(value, str) else "strings"
+        return f"`{key}` must be {wanted}: got {kind}, {value!r}. {WRITE_A_FLOAT}"
+    return f"`{key}` must be {wanted}: got {came(value)}. Leave it out for the default."
 
 
 def check_arguments(params: Any, tx: Any) -> None:
@@ -222,7 +230,7 @@ def _parts(value: Any, names: tuple[str, ...]) -> Sequence[Any]:
 
 
 def _is_number(x: Any) -> bool:
-    return x.numel() == 1 if isinstance(x, Tensor) else isinstance(x, Real) and not isinstance(x, bool)
+    return is_number(x.reshape(()) if isinstance(x, Tensor) and x.numel() == 1 else x)
 
 
 def _plain(x: Any, read: bool) -> float | Tensor:
@@ -289,9 +297,9 @@ def check_live(group: Mapping[str, Any], keys: Keys, device: torch.device) -> No
     for key, names in keys.items():
         for x in _parts(group[key], names):
             if not isinstance(x, Tensor) or x.device != device:
-                came = f"one on {x.device}" if isinstance(x, Tensor) else repr(x)
+                found = f"one on {x.device}" if isinstance(x, Tensor) else repr(x)
                 raise RuntimeError(
-                    f"`{key}` must be a tensor on {device} while a step is captured: got {came}. "
+                    f"`{key}` must be a tensor on {device} while a step is captured: got {found}. "
                     "Fill the tensors that the group starts with, instead of putting other objects there."
                 )
 

@@ -110,6 +110,8 @@ VALUES = {
     "True": {"lr": True},
     "vector": {"lr": torch.ones(2)},
     "schedule": {"lr": lambda count: 0.1},
+    "an int beyond float64": {"lr": 10**400},
+    "a tensor of bool": {"lr": torch.tensor(False)},
     "list": {"lr": [0.1]},
     "eps": {"eps": -1e-8},
     "eps None": {"eps": None},
@@ -201,6 +203,7 @@ MEANT = {
     "lrate": "lr",
     "LR": "lr",
     "lr_": "lr",
+    "Lr": "lr",
     "beta": "betas",
     "beta_1": "betas",
     "epsilon": "eps",
@@ -211,6 +214,27 @@ MEANT = {
 def test_a_key_that_is_nearly_right_is_told_the_right_one(key, meant):
     group = {"params": [nn.Parameter(torch.ones(3))], key: 0.1}
     refuse(ValueError, lambda: Gefen([group]), f"Did you mean `{meant}`?")
+
+
+NOTES = "rate late slr llr plr mlr lr0 swd bets moment decoy max_momentum lr_scale rates".split()
+
+
+@pytest.mark.parametrize("key", NOTES)
+@pytest.mark.parametrize("make", [Gefen, lambda params: TransformOptimizer(params, adamw(0.1))], ids=["Gefen", "plain"])
+def test_a_note_of_the_user_that_only_resembles_a_key_is_kept(make, key):
+    assert make([{"params": [nn.Parameter(torch.ones(3))], key: 7}]).param_groups[0][key] == 7
+
+
+FIXES = {
+    "an argument": (Muon, "nesterov", "Give it to the optimizer: Muon(nesterov=...)."),
+    "no argument": (Gefen, "nesterov", "must be one of ['betas', 'eps', 'lr', 'weight_decay']"),
+    "nor this": (Gefen, "momentum", "Leave it out."),
+}
+
+
+@pytest.mark.parametrize(("make", "key", "fix"), FIXES.values(), ids=FIXES)
+def test_a_key_that_no_group_of_a_preset_has_is_told_the_argument(make, key, fix):
+    refuse(ValueError, lambda: make([{"params": [nn.Parameter(torch.ones(64, 64))], key: "yes"}]), fix)
 
 
 ASKED = {
@@ -225,6 +249,17 @@ def test_what_torch_writes_into_groups_is_refused_where_it_asks_for_something(ke
     refuse(
         ValueError, lambda: Gefen([{"params": [nn.Parameter(torch.ones(3))], "weight_decay": 0.1, key: row[0]}]), row[1]
     )
+
+
+FLAGS = {TransformOptimizer: "capturable fused"}
+ALL_FLAGS = [(make, name) for make, names in FLAGS.items() for name in names.split()]
+
+
+@pytest.mark.parametrize(("make", "name"), ALL_FLAGS, ids=[f"{make.__name__} {name}" for make, name in ALL_FLAGS])
+@pytest.mark.parametrize("value", ["no", "true", 3, 0, torch.tensor(False)], ids=str)
+def test_a_flag_is_a_bool(make, name, value):
+    rest = {"tx": adamw(0.1)} if make is TransformOptimizer else {}
+    refuse(ValueError, lambda: make([("w", nn.Parameter(torch.ones(64, 64)))], **rest, **{name: value}), f"`{name}`")
 
 
 TEXT = {
