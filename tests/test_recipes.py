@@ -1,4 +1,4 @@
-"""The recipes run as they stand on their page, and do what it says of them."""
+"""The recipes, and the script for many processes, run as they stand on their pages, and do what is said of them."""
 
 import pytest
 import torch
@@ -28,6 +28,22 @@ def test_the_recipes_run_in_order(monkeypatch, one_process, tmp_path):
     assert {"scale_by_gefen.mu.0%2Eweight.codes", "scale_by_gefen.codebook"} <= names["flat"].keys()
     assert names["rows"].keys() == names["params"].keys() == names["before"].keys()
     assert names["log"]["0.weight/at_ends"] > 0.003 and not {p.grad for p in names["small"].parameters()} - {None}
+
+
+@pytest.mark.parametrize("n", range(4))
+def test_each_block_of_the_front_page_runs_alone(n, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    exec((ROOT / "notebooks" / "index.md").read_text().split("```python\n")[n + 1].split("```")[0], {})
+
+
+def test_the_script_for_many_processes_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    script = (ROOT / "notebooks" / "processes.md").read_text().split("```python\n")[1].split("```")[0]
+    for _ in range(2):
+        exec(compile(script, "train.py", "exec"), {})
+    assert [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()] == list(range(20))
 
 
 def network():
