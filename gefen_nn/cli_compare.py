@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
+from gefen_nn import compare_log
 from gefen_nn.arguments import Within, folder, positive
-from gefen_nn.compare import Comparison, run_plan
+from gefen_nn.compare import Comparison, compare
 from gefen_nn.compare_report import publish
-from gefen_nn.console import aside, bar
+from gefen_nn.compare_run import Outcome
+from gefen_nn.console import aside, bar, new_figure
 from gefen_nn.language_task import language
 from gefen_nn.task import BUILDS, build_named, function_named
 
@@ -16,7 +22,10 @@ HELP = "train a model with several optimizers and compare what comes of it"
 _EPILOG = """Every optimizer is trained over a grid of rates, which grows by factors of two until its best one
 is enclosed, then with more seeds at its own best rate, at the best one of the first optimizer and at
 twice that. A run warms up and decays by a cosine. Each is a line of runs.jsonl in the folder, so that
-a stopped comparison is carried on; table and picture lie beside it.
+a stopped comparison is carried on; table and picture lie beside it. Runs that are there are not made
+again: a task that begins with other parameters or losses than theirs is refused, and so is an
+optimizer whose function has another source. Not seen is what else has changed: functions that it
+calls, a later batch, another package. Name a new folder after such a change.
 
 The task is a function of a seed that makes a fresh run of yours (see `gefen lr-find --help`), whose
 field `held_out` gives the loss that judges. An optimizer may be module:function too, of the model
@@ -50,7 +59,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="of the training loss that counts as one (default: 0.1)",
     )
     parser.add_argument(
-        "--threads", type=Within(1, 1024), default=1, metavar="N", help="of torch (default: %(default)s)"
+        "--threads",
+        type=Within(1, os.cpu_count() or 1),
+        default=1,
+        metavar="N",
+        help="of torch, no more than there are cores (default: %(default)s)",
     )
     parser.add_argument(
         "--out", type=folder, default=Path("compare-out"), metavar="FOLDER", help="(default: compare-out)"
@@ -65,14 +78,31 @@ def run(arguments: argparse.Namespace) -> int:
         builds = {name: build_named(name) for name in dict.fromkeys(arguments.optimizer.split(","))}
         task = function_named(arguments.task, "seed") if arguments.task else language
     sizes = {key: getattr(arguments, key) or (_QUICK if arguments.quick else _USUAL)[key] for key in _QUICK}
-    plan = Comparison(arguments.task or "language", tuple(builds), arguments.rates, **sizes)
+    comparison = Comparison(arguments.task or "language", tuple(builds), arguments.rates, **sizes)
+    new_figure(1, 1)  # refuses now where pictures cannot be drawn, not after all the runs
     arguments.out.mkdir(parents=True, exist_ok=True)
+    log = arguments.out / "runs.jsonl"
+    if taken := sum(cell.arm in builds for cell in comparison.known(compare_log.read(log))):
+        print(f"gefen compare: {taken} runs are taken from {log}", file=sys.stderr)
     with aside():
-        found = run_plan(plan, task, builds, arguments.out / "runs.jsonl", threads=arguments.threads, watch=bar)
-    publish(plan, found, arguments.out, jump=arguments.jump, as_json=arguments.json)
+        found = compare(comparison, task, builds, log, threads=arguments.threads, watch=bar)
+    publish(comparison, found, arguments.out, jump=arguments.jump, as_json=arguments.json)
+    _check(comparison.known(found).values())
     return 0
+
+
+def _check(outcomes: Iterable[Outcome]) -> None:
+    """Refuse a comparison that tells nothing."""
+    if not any(math.isfinite(outcome.score) for outcome in outcomes):
+        raise ValueError(
+            "A comparison must have a run that ends with a finite loss: got none, every one diverged. Look at the "
+            "task, or name lower rates (--rates)."
+        )
 
 
 def _rates(text: str) -> list[float]:
     """Rates of a grid, ascending."""
-    return sorted({positive(part) for part in text.split(",")})
+    rates = sorted({positive(part) for part in text.split(",")})
+    if not 1e-30 <= rates[0] <= rates[-1] <= 1e30:  # the grid grows, and fp32 ends beyond
+        raise argparse.ArgumentTypeError(f"must be from 1e-30 to 1e30: got {text!r}. Write it like 1e-3.")
+    return rates

@@ -42,14 +42,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Search, draw, print."""
+    """Search, print, draw."""
     names = ("low", "high", "range_steps", "steps", "runs", "seed")
     options = {name: getattr(arguments, name) for name in names}
     with aside():
         report = lr_find(function_named(arguments.task, "seed"), arguments.optimizer, **options, watch=bar)
+    print(as_json(report._asdict()) if arguments.json else report)
     if arguments.plot is not None:
         from gefen_nn.lr_picture import draw
 
         draw(report, arguments.plot)
-    print(as_json(report._asdict()) if arguments.json else report)
     return 0

@@ -1,19 +1,22 @@
 """Optimizers on one task, each at its own best learning rate, at the best one of the first of them, and at twice that.
 
 An arm, as an optimizer is called here, is first trained with the first seed over a grid of rates, to which half and
-twice the best one are added while it has no neighbour as near as that. The other seeds decide between the two rates
-that came lowest; all seeds are trained, too, at the best rate of the first arm and at twice that, so that arms are
-compared under one rate. Under a seed all arms see the same parameters and batches.
+twice the best one are added while it has no neighbour as near as that; below the grid that ends where losses are
+equal. The other seeds decide between the two rates that came lowest; all seeds are trained, too, at the best rate of
+the first arm and at twice that, so that arms are compared under one rate. Under a seed all arms see the same parameters
+and batches.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
 from gefen_nn import compare_log
+from gefen_nn.compare_marks import Marks
 from gefen_nn.compare_run import Cell, Outcome, train
 from gefen_nn.console import Watch, silent
 from gefen_nn.task import Build, Task
@@ -40,7 +43,7 @@ class Comparison(NamedTuple):
     steps: int = 300
 
     def cell(self, arm: str, lr: float, seed: int) -> Cell:
-        """One run of this plan."""
+        """One run of this comparison."""
         return Cell(self.task, arm, lr, seed, self.steps)
 
     def cells(self, found: Mapping[Cell, Outcome]) -> Iterator[Cell]:
@@ -58,7 +61,7 @@ class Comparison(NamedTuple):
                 done = shared
 
     def seeds_of(self, arm: str, found: Mapping[Cell, Outcome]) -> int:
-        """With how many seeds, up to this plan's, every run of an arm and of the first one has been made.
+        """With how many seeds, up to this comparison's, every run of an arm and of the first one has been made.
 
         Args:
             arm: Which optimizer.
@@ -72,14 +75,22 @@ class Comparison(NamedTuple):
         return next((seeds for seeds in range(self.seeds, 0, -1) if complete(seeds)), 0)
 
     def finished(self, found: Mapping[Cell, Outcome], least: int | None = None) -> Comparison:
-        """This plan with those arms alone that can be judged.
+        """This comparison with those arms alone that can be judged.
 
         Args:
             found: The outcomes so far.
-            least: With how many seeds; None for all of the plan's.
+            least: With how many seeds; None for all of the comparison's.
         """
         needed = self.seeds if least is None else least
         return self._replace(arms=[arm for arm in self.arms if self.seeds_of(arm, found) >= needed])
+
+    def known(self, found: Mapping[Cell, Outcome]) -> dict[Cell, Outcome]:
+        """The outcomes of this task in runs of this length, of other arms and seeds too.
+
+        Args:
+            found: The outcomes so far.
+        """
+        return {cell: out for cell, out in found.items() if cell == self.cell(cell.arm, cell.lr, cell.seed)}
 
     def tried(self, arm: str, found: Mapping[Cell, Outcome]) -> dict[float, float]:
         """The held-out losses of the first seed by learning rate, ascending in the rate.
@@ -138,20 +149,31 @@ class Comparison(NamedTuple):
         tried, best = list(self.tried(arm, found)), self.contenders(arm, found)[0]
         at = tried.index(best)
         if at == 0 or tried[at - 1] < best / _WIDEST:
-            return best / 2
+            return None if self._is_flat(arm, found) else best / 2
         return best * 2 if at == len(tried) - 1 or tried[at + 1] > best * _WIDEST else None
 
+    def _is_flat(self, arm: str, found: Mapping[Cell, Outcome]) -> bool:
+        """Whether the search went below the grid to the same finite loss as above; it would go on without end."""
+        (lowest, loss), *above = self.tried(arm, found).items()
+        return lowest < min(self.rates) and math.isfinite(loss) and bool(above) and above[0][1] == loss
 
-def run_plan(
-    plan: Comparison, task: Task, builds: Mapping[str, Build], log: Path, *, threads: int = 1, watch: Watch = silent
+
+def compare(
+    comparison: Comparison,
+    task: Task,
+    builds: Mapping[str, Build],
+    log: Path,
+    *,
+    threads: int = 1,
+    watch: Watch = silent,
 ) -> dict[Cell, Outcome]:
-    """Makes the runs of a plan that its log does not hold yet.
+    """Makes the runs of a comparison that its log does not hold yet.
 
     Args:
-        plan: What to compare.
+        comparison: What to compare.
         task: The task of that name.
         builds: The optimizer of each arm.
-        log: File of the runs; they are added one by one, so that a stopped plan may be carried on.
+        log: File of the runs; they are added one by one, so that a stopped comparison may be carried on.
         threads: Of torch.
         watch: Shows the steps of each run.
 
@@ -159,11 +181,14 @@ def run_plan(
         The outcomes in the log.
 
     Raises:
-        ValueError: For a log that is none, or a task whose runs cannot be judged.
+        ValueError: For a log that is none or was made by other code, or a task whose runs cannot be trained or judged.
     """
-    found = compare_log.read(log)
-    for cell in plan.cells(found):
+    found, marks = compare_log.read(log), Marks(comparison.task, task, builds, threads)
+    marks.check(comparison.known(found).values(), log)
+    for cell in comparison.cells(found):
         if cell not in found:
-            found[cell] = train(cell, task, builds[cell.arm], threads=threads, watch=watch)
+            made_by = marks.of(cell)
+            outcome = train(cell, task, builds[cell.arm], threads=threads, watch=watch)
+            found[cell] = outcome._replace(provenance={**outcome.provenance, **made_by})
             compare_log.append(log, found[cell])
     return found

@@ -19,32 +19,33 @@ _WORST = (
 )
 
 
-def draw(plan: Comparison, rows: Sequence[ArmResult], path: Path) -> None:
+def draw(comparison: Comparison, rows: Sequence[ArmResult], path: Path) -> None:
     """Writes the picture.
 
     Args:
-        plan: What was compared.
+        comparison: What was compared.
         rows: See `compare_stats.rows_of`.
         path: A file whose suffix says the format.
 
     Raises:
         ImportError: If matplotlib is not installed.
     """
-    picture(plan, rows).savefig(path, dpi=120)
+    picture(comparison, rows).savefig(path, dpi=120)
 
 
-def picture(plan: Comparison, rows: Sequence[ArmResult]) -> Any:
+def picture(comparison: Comparison, rows: Sequence[ArmResult]) -> Any:
     """Draws a comparison.
 
     Args:
-        plan: What was compared.
+        comparison: What was compared.
         rows: See `compare_stats.rows_of`.
 
     Returns:
         A matplotlib figure.
     """
     figure = new_figure(15, max(4.5, 1.8 + 0.3 * len(rows)))
-    figure.suptitle(f"{plan.task}: held-out loss after {plan.steps} steps", x=0.01, ha="left", fontweight="bold")
+    title = f"{comparison.task}: held-out loss after {comparison.steps} steps"
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     curves, shared, twice, memory = figure.subplots(1, 4, width_ratios=(3, 2, 2, 1))
     low, high = _range(rows)
     _draw_sweeps(curves, rows, (low, high))
@@ -105,7 +106,7 @@ def _draw_bytes(axes: Any, rows: Sequence[ArmResult]) -> None:
     values = [row.state_bytes_per_param for row in rows]
     bars = axes.barh(range(len(rows)), values, color=[_style(index)["color"] for index in range(len(rows))])
     axes.bar_label(bars, [f"{value:.2f}" for value in values], padding=3)
-    axes.set_xlim(0, 1.25 * max(values))
+    axes.set_xlim(0, 1.25 * max(values) or 1.0)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks([])
     axes.set_xticks([])

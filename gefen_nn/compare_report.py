@@ -10,16 +10,19 @@ from typing import Any
 
 from gefen_fn.text import table
 from gefen_nn.compare import Comparison
+from gefen_nn.compare_marks import MARKS
 from gefen_nn.compare_picture import draw
 from gefen_nn.compare_run import Cell, Outcome
 from gefen_nn.compare_stats import ArmResult, Losses, rows_of
 
 
-def publish(plan: Comparison, found: Mapping[Cell, Outcome], out: Path, *, jump: float, as_json: bool = False) -> None:
+def publish(
+    comparison: Comparison, found: Mapping[Cell, Outcome], out: Path, *, jump: float, as_json: bool = False
+) -> None:
     """Prints a comparison, and writes `compare.txt`, `compare.json` and `compare.png`.
 
     Args:
-        plan: What was compared.
+        comparison: What was compared.
         found: The outcomes of all its cells.
         out: An existing folder.
         jump: Rise of the training loss from which a run is said to jump.
@@ -28,37 +31,50 @@ def publish(plan: Comparison, found: Mapping[Cell, Outcome], out: Path, *, jump:
     Raises:
         ImportError: If matplotlib is not installed; all else is done then.
     """
-    rows = rows_of(plan, found)
-    shown, values = text(plan, rows, jump), json.dumps(plain(plan, rows, found, jump), indent=1, allow_nan=False)
+    rows = rows_of(comparison, found)
+    shown = text(comparison, rows, jump)
+    values = json.dumps(plain(comparison, rows, found, jump), indent=1, allow_nan=False)
     (out / "compare.txt").write_text(shown + "\n")
     (out / "compare.json").write_text(values + "\n")
     print(values if as_json else shown)
-    draw(plan, rows, out / "compare.png")
+    draw(comparison, rows, out / "compare.png")
 
 
-def text(plan: Comparison, rows: Sequence[ArmResult], threshold: float) -> str:
+def text(comparison: Comparison, rows: Sequence[ArmResult], threshold: float) -> str:
     """The table and how to read it.
 
     Args:
-        plan: What was compared.
+        comparison: What was compared.
         rows: See `compare_stats.rows_of`.
         threshold: Rise from which a run is said to jump.
 
     Returns:
         Lines.
     """
-    first, shared = plan.arms[0], rows[0].shared.lr
+    first, shared = comparison.arms[0], rows[0].shared.lr
     at = [f"at {shared:g}", f"from {first}", "jumps"], [f"at {2 * shared:g}", f"from {first}", "not worse", "jumps"]
     head = ["arm", "seeds", "best lr", "loss there", "range", *at[0], *at[1], "bytes/param", "optimizer ms"]
     return "\n".join(
         [
-            f"{plan.task}: held-out loss after {plan.steps} steps, mean over seeds",
+            f"{comparison.task}: held-out loss after {comparison.steps} steps, mean over seeds",
             table([head, *(_cells(row, threshold) for row in rows)]),
             f"from {first}: mean difference of the same seeds +- its standard error. not worse: seeds no higher than "
             f"{first}'s.",
             f"jumps: runs whose training loss rose by {threshold:g} or more, or that left the finite numbers.",
+            *(_equal(row) for row in rows if len(set(row.sweep.values())) == 1 < len(row.sweep)),
         ]
     )
+
+
+def _equal(row: ArmResult) -> str:
+    """What is said of an arm whose rates made no difference."""
+    if _ended(row):
+        return f"{row.arm}: every rate came to the same loss, so none is best. Does the loss depend on the model?"
+    return f"{row.arm}: diverged at every rate, so none is best."
+
+
+def _ended(row: ArmResult) -> bool:
+    return any(map(math.isfinite, row.sweep.values()))
 
 
 def _cells(row: ArmResult, threshold: float) -> list[str]:
@@ -67,7 +83,7 @@ def _cells(row: ArmResult, threshold: float) -> list[str]:
     return [
         row.arm,
         str(seeds),
-        f"{own.lr:g}",
+        f"{own.lr:g}" if _ended(row) else "none",
         _loss(own.mean),
         f"{_loss(min(own.by_seed))} to {_loss(max(own.by_seed))}",
         _loss(shared.mean),
@@ -94,12 +110,12 @@ def _difference(losses: Losses) -> str:
 
 
 def plain(
-    plan: Comparison, rows: Sequence[ArmResult], found: Mapping[Cell, Outcome], threshold: float
+    comparison: Comparison, rows: Sequence[ArmResult], found: Mapping[Cell, Outcome], threshold: float
 ) -> dict[str, Any]:
     """A comparison as JSON has it: no infinite numbers.
 
     Args:
-        plan: What was compared.
+        comparison: What was compared.
         rows: See `compare_stats.rows_of`.
         found: The outcomes, whose versions are listed.
         threshold: Rise from which a run is said to jump.
@@ -109,10 +125,15 @@ def plain(
     """
     versions: list[dict[str, Any]] = []
     for outcome in found.values():
-        known = {k: v for k, v in outcome.provenance.items() if k not in ("ended", "load")}
+        known = {k: v for k, v in outcome.provenance.items() if k not in (*MARKS, "ended", "load")}
         versions += [] if known in versions else [known]
     arms = {row.arm: _plain_row(row, threshold) for row in rows}
-    return {"plan": {**plan._asdict(), "arms": list(plan.arms)}, "jump": threshold, "made_by": versions, "arms": arms}
+    return {
+        "comparison": {**comparison._asdict(), "arms": list(comparison.arms)},
+        "jump": threshold,
+        "made_by": versions,
+        "arms": arms,
+    }
 
 
 def _plain_row(row: ArmResult, threshold: float) -> dict[str, Any]:

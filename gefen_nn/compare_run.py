@@ -19,7 +19,7 @@ import gefen_fn
 from gefen_nn.console import Watch, silent
 from gefen_nn.demo_train import torch_threads
 from gefen_nn.optimizer_bytes import state_bytes
-from gefen_nn.task import Build, Run, Task, check_run
+from gefen_nn.task import Build, Run, Task, check_run, trained_entries
 from gefen_nn.training import Training, judged, lr_factor
 
 
@@ -52,7 +52,7 @@ class Outcome(NamedTuple):
         state_bytes: Of the optimizer, after the last step.
         seconds: Of the whole run.
         optimizer_ms: Median of the optimizer's steps.
-        provenance: Versions, threads, machine and time.
+        provenance: Versions, threads, machine and time; what `compare_marks` adds.
     """
 
     cell: Cell
@@ -84,13 +84,13 @@ def train(cell: Cell, task: Task, build: Build, *, threads: int = 1, watch: Watc
         What came of it.
 
     Raises:
-        ValueError: If the task has no held-out loss.
+        ValueError: If the task or the optimizer is none, or there is no held-out loss.
     """
     started = time.perf_counter()
     with torch_threads(threads), torch.random.fork_rng(devices=[]):
         torch.manual_seed(cell.seed)
         run = task(cell.seed)
-        _check(run, cell.task)
+        check_judged(run, cell.task)
         with watch(f"{cell.arm}, lr {cell.lr:g}, seed {cell.seed}", cell.steps) as took:
             training = Training(run, build, cell.lr, lambda at: lr_factor(at, cell.steps))
             losses = [round(loss, 5) for loss in training.take(cell.steps, took)]
@@ -99,7 +99,7 @@ def train(cell: Cell, task: Task, build: Build, *, threads: int = 1, watch: Watc
         cell,
         held_out if math.isfinite(held_out) else None,
         losses,
-        parameters=sum(p.numel() for p in run.model.parameters() if p.requires_grad),
+        parameters=trained_entries(run.model),
         state_bytes=state_bytes(training.optimizer),
         seconds=round(time.perf_counter() - started, 3),
         optimizer_ms=round(1e3 * median(training.seconds), 4) if losses else 0.0,
@@ -107,7 +107,12 @@ def train(cell: Cell, task: Task, build: Build, *, threads: int = 1, watch: Watc
     )
 
 
-def _check(run: Run, task: str) -> None:
+def check_judged(run: Run, task: str) -> None:
+    """Refuse a run that a comparison cannot train or judge.
+
+    Raises:
+        ValueError: naming the task.
+    """
     check_run(run, task)
     if run.held_out is None:
         raise ValueError(

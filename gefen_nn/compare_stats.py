@@ -76,34 +76,36 @@ class ArmResult(NamedTuple):
     optimizer_ms: float
 
 
-def rows_of(plan: Comparison, found: Mapping[Cell, Outcome]) -> list[ArmResult]:
-    """The arms of a plan that has been run.
+def rows_of(comparison: Comparison, found: Mapping[Cell, Outcome]) -> list[ArmResult]:
+    """The arms of a comparison that has been run.
 
     Args:
-        plan: What was compared.
+        comparison: What was compared.
         found: The outcomes of all its cells, others too.
 
     Returns:
-        One row an arm, in the plan's order.
+        One row an arm, in the comparison's order.
     """
-    noise = {seed: batch_noise(_curves(plan, found, seed)) for seed in range(plan.seeds)}
-    return [_row(plan, arm, found, noise) for arm in plan.arms]
+    noise = {seed: batch_noise(_curves(comparison, found, seed)) for seed in range(comparison.seeds)}
+    return [_row(comparison, arm, found, noise) for arm in comparison.arms]
 
 
-def _row(plan: Comparison, arm: str, found: Mapping[Cell, Outcome], noise: Mapping[int, Sequence[float]]) -> ArmResult:
-    shared, twice = plan.shared_rates(found)
-    own, seeds = plan.best_rate(arm, found), range(plan.seeds_of(arm, found))
-    outcomes = [outcome for cell, outcome in found.items() if cell == plan.cell(arm, cell.lr, cell.seed)]
+def _row(
+    comparison: Comparison, arm: str, found: Mapping[Cell, Outcome], noise: Mapping[int, Sequence[float]]
+) -> ArmResult:
+    shared, twice = comparison.shared_rates(found)
+    own, seeds = comparison.best_rate(arm, found), range(comparison.seeds_of(arm, found))
+    outcomes = [outcome for cell, outcome in found.items() if cell == comparison.cell(arm, cell.lr, cell.seed)]
 
     def losses(lr: float, first_lr: float) -> Losses:
-        runs = [found[plan.cell(arm, lr, seed)] for seed in seeds]
-        first = [found[plan.cell(plan.arms[0], first_lr, seed)].score for seed in seeds]
+        runs = [found[comparison.cell(arm, lr, seed)] for seed in seeds]
+        first = [found[comparison.cell(comparison.arms[0], first_lr, seed)].score for seed in seeds]
         differences = [_minus(run.score, base) for run, base in zip(runs, first, strict=True)]
         return Losses(lr, [run.score for run in runs], differences, [_rise(run, noise[run.cell.seed]) for run in runs])
 
     return ArmResult(
         arm,
-        plan.tried(arm, found),
+        comparison.tried(arm, found),
         losses(own, shared),
         losses(shared, shared),
         losses(twice, twice),
@@ -112,10 +114,10 @@ def _row(plan: Comparison, arm: str, found: Mapping[Cell, Outcome], noise: Mappi
     )
 
 
-def _curves(plan: Comparison, found: Mapping[Cell, Outcome], seed: int) -> list[list[float]]:
+def _curves(comparison: Comparison, found: Mapping[Cell, Outcome], seed: int) -> list[list[float]]:
     """Training losses of the runs of a seed that came to their end; of others the longest, where none did."""
-    of_seed = [out.losses for cell, out in found.items() if cell == plan.cell(cell.arm, cell.lr, seed)]
-    longest = max(map(len, of_seed))
+    of_seed = [out.losses for cell, out in found.items() if cell == comparison.cell(cell.arm, cell.lr, seed)]
+    longest = max(map(len, of_seed), default=0)
     return [losses for losses in of_seed if len(losses) == longest]
 
 

@@ -8,7 +8,7 @@ Both parts stay within the same bounds.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from gefen_nn.training import Training, judged, lr_factor
 
 _DIGITS = (1, 2, 5)
 _LEAST_RUNS = 3
+_RATES = (1e-30, 1e30)  # beyond, numbers that optimizers compute of a rate leave those of fp32
 
 
 class LrReport(NamedTuple):
@@ -98,7 +99,7 @@ def lr_find(
 
     Raises:
         WrongArgumentError: for numbers out of range, or an unknown optimizer.
-        ValueError: if a task makes no `Run`, or no run ends with a finite loss.
+        ValueError: if a task makes no `Run`, no run ends with a finite loss, or all end with the same one.
 
     Example:
         >>> def task(seed):
@@ -124,9 +125,7 @@ def lr_find(
     places = _places(low, high)
     losses = _search(judge, min(max(_nearest_place(_guess(test)), places[0]), places[-1]), places, runs)
     best = min(losses, key=losses.__getitem__)
-    if not math.isfinite(losses[best]):
-        rates = [f"{_rate(place):g}" for place in sorted(losses)]
-        raise ValueError(f"A short run must end with a finite loss: got none at {', '.join(rates)}. Look at the task.")
+    _check_losses({_rate(place): losses[place] for place in sorted(losses)})
     sweep = tuple((_rate(place), losses[place]) for place in sorted(losses))
     judged_by = "training loss" if first.held_out is None else "held-out loss"
     enclosed = {best - 1, best + 1} <= losses.keys()
@@ -134,14 +133,27 @@ def lr_find(
 
 
 def _check(low: float, high: float, range_steps: int, steps: int, runs: int) -> None:
-    if not 0.0 < low < high < math.inf or len(_places(low, high)) < _LEAST_RUNS:
+    least, most = _RATES
+    if not least <= low < high <= most or len(_places(low, high)) < _LEAST_RUNS:
         raise WrongArgumentError(
-            f"`low` and `high` must be 0 < low < high, with {_LEAST_RUNS} rates of 1, 2 or 5 times a power of ten "
-            f"between: got {low} and {high}. Use 1e-6 and 1."
+            f"`low` and `high` must be {least:g} <= low < high <= {most:g}, with {_LEAST_RUNS} rates of 1, 2 or 5 "
+            f"times a power of ten between: got {low} and {high}. Use 1e-6 and 1."
         )
     for name, value, least in (("range_steps", range_steps, 10), ("steps", steps, 10), ("runs", runs, _LEAST_RUNS)):
         if value < least:
             raise WrongArgumentError(f"`{name}` must be at least {least}: got {value}. Use more.")
+
+
+def _check_losses(losses: Mapping[float, float]) -> None:
+    """Refuse to suggest one of rates that tell nothing."""
+    rates, values = ", ".join(f"{lr:g}" for lr in losses), set(losses.values())
+    if values == {math.inf}:
+        raise ValueError(f"A short run must end with a finite loss: got none at {rates}. Look at the task.")
+    if len(values) == 1:
+        raise ValueError(
+            f"Rates must make a difference: got the loss {values.pop():g} at each of {rates}. Look whether the loss "
+            "depends on the model's parameters."
+        )
 
 
 def _rate(place: int) -> float:

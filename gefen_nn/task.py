@@ -82,7 +82,7 @@ def model_named(text: str) -> nn.Module:
 
 
 def check_run(run: Any, task: str) -> None:
-    """Refuse what a task of this name returned, where it is no run.
+    """Refuse what a task of this name returned, where it is no run, or trains nothing.
 
     Raises:
         ValueError: naming the task.
@@ -92,6 +92,18 @@ def check_run(run: Any, task: str) -> None:
             f"A task must return a gefen_nn.Run: got {type(run).__name__} from {task}. Return Run(model, loss, "
             "held_out)."
         )
+    if not isinstance(run.model, nn.Module):
+        raise ValueError(
+            f"The model of a run must be a torch.nn.Module: got {type(run.model).__name__} from {task}. Return "
+            "Run(model, loss, held_out)."
+        )
+    if not trained_entries(run.model):
+        raise ValueError(f"The model of a run must have parameters to train: got none from {task}. Unfreeze some.")
+
+
+def trained_entries(model: nn.Module) -> int:
+    """How many numbers of a model are trained."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def function_named(text: str, *takes: str) -> Callable[..., Any]:

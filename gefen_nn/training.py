@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from gefen_nn.task import Build, Run
 
@@ -30,8 +31,17 @@ class Training:
 
     @cached_property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer."""
-        return self._build(self._run.model, self._lr)
+        """The optimizer.
+
+        Raises:
+            ValueError: If what was made is none.
+        """
+        made = self._build(self._run.model, self._lr)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(
+                f"An optimizer's function must return a torch.optim.Optimizer: got {type(made).__name__}. Return it."
+            )
+        return made
 
     @cached_property
     def _schedule(self) -> torch.optim.lr_scheduler.LambdaLR:
@@ -39,7 +49,7 @@ class Training:
 
     def loss(self) -> float:
         """The loss of the next batch, whose gradients are there then."""
-        loss = self._run.loss()
+        loss = next_loss(self._run)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves `backward` unannotated
         return loss.item()
 
@@ -63,6 +73,26 @@ class Training:
             losses.append(loss)
             took()
         return losses
+
+
+def next_loss(run: Run) -> Tensor:
+    """The loss of the next batch, before its gradients.
+
+    Args:
+        run: whose loss is asked for.
+
+    Raises:
+        ValueError: If it is nothing that can be differentiated.
+    """
+    loss: object = run.loss()
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        came = f"{type(loss).__name__} {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        cut = " without a gradient" if isinstance(loss, Tensor) and not loss.requires_grad else ""
+        raise ValueError(
+            f"The loss of a run must be a 0-dim tensor that can be differentiated: got {came}{cut}. Return it without "
+            "`item` or `detach`."
+        )
+    return loss
 
 
 def take_step(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LRScheduler) -> float:

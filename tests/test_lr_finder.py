@@ -4,11 +4,13 @@ import json
 import math
 from collections import Counter
 from contextlib import contextmanager
+from itertools import count
 
 import pytest
 import torch
 from torch import nn
 
+from gefen_nn import lr_picture
 from gefen_nn.cli import main
 from gefen_nn.lr_finder import lr_find
 from gefen_nn.task import BUILDS, Run
@@ -68,10 +70,12 @@ def test_the_range_test_ends_where_the_loss_has_doubled(low):
 
 
 def test_the_untrained_model_sees_the_same_batches_of_a_task_that_draws_from_torchs_own_generator():
+    numbers = count()
+
     def task(seed):
         torch.manual_seed(seed)
         net = nn.Linear(4, 1)
-        return Run(net, lambda: (torch.rand(()) + 0 * net.weight.sum()).exp())
+        return Run(net, lambda: (torch.rand(()) + 0 * net.weight.sum()).exp(), lambda: float(next(numbers)))
 
     test = lr_find(task, sgd, **SHORT).range_test
     assert all(loss == start for _, loss, start in test) and len({loss for _, loss, _ in test}) == len(test) == 30
@@ -103,8 +107,10 @@ def test_a_rate_at_which_the_loss_is_lost_is_told_so():
 
 
 BAD = {
-    "a range upside down": ({"low": 1.0, "high": 0.1}, "0 < low < high"),
+    "a range upside down": ({"low": 1.0, "high": 0.1}, "low < high <= 1e\\+30"),
     "a narrow range": ({"low": 2e-3, "high": 8e-3}, "with 3 rates"),
+    "a rate that fp32 has not": ({"low": 1e-320}, r"1e-30 <= low < high <= 1e\+30"),
+    "rates whose ratio is no number": ({"low": 1e-300, "high": 1e300}, r"1e-30 <= low < high <= 1e\+30"),
     "few steps": ({"steps": 3}, "`steps` must be at least 10"),
     "few runs": ({"runs": 2}, "`runs` must be at least 3"),
     "an unknown optimizer": ({"optimizer": "adm"}, "must be of adamw"),
@@ -132,6 +138,49 @@ def test_the_bar_has_a_part_for_each_step():
 def test_a_task_without_a_finite_loss_is_refused():
     with pytest.raises(ValueError, match="finite loss"):
         lr_find(lambda seed: Run(nn.Linear(2, 2), lambda: torch.full((), math.nan, requires_grad=True)), sgd, **SHORT)
+
+
+def linear():
+    return nn.Linear(2, 2)
+
+
+def frozen(seed):
+    net = linear().requires_grad_(False)
+    return Run(net, lambda: net(torch.ones(2)).sum())
+
+
+def flat(seed):
+    net = linear()
+    return Run(net, lambda: 0 * net.weight.sum() + 3)
+
+
+UNFIT = {
+    "a frozen model": (frozen, sgd, "parameters to train: got none from frozen"),
+    "a model without parameters": (lambda seed: Run(nn.ReLU(), lambda: None), sgd, "parameters to train: got none"),
+    "no model": (lambda seed: Run(3, lambda: None), sgd, "torch.nn.Module: got int"),
+    "a loss that does not depend on the model": (flat, sgd, "got the loss 3 at each of"),
+    "a number for a loss": (lambda seed: Run(linear(), lambda: 3.0), sgd, "differentiated: got float"),
+    "a loss cut off": (lambda seed: Run(linear(), lambda: torch.ones(())), sgd, r"got Tensor \(\) without a gradient"),
+    "many losses": (lambda seed: Run(net := linear(), lambda: net.weight), sgd, r"got Parameter \(2, 2\)"),
+    "a number for an optimizer": (line, lambda model, lr: 3, "a torch.optim.Optimizer: got int"),
+}
+
+
+@pytest.mark.parametrize(("task", "build", "words"), UNFIT.values(), ids=UNFIT)
+def test_what_cannot_be_trained_is_refused_with_its_reason(task, build, words):
+    with pytest.raises(ValueError, match=words):
+        lr_find(task, build, **SHORT)
+
+
+def test_a_picture_that_fails_does_not_take_the_report_along(tmp_path, monkeypatch, capsys):
+    def full(*size):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(lr_picture, "new_figure", full)
+    arguments = ["lr-find", "--task", "tests.test_lr_finder:line", "--optimizer", "tests.test_lr_finder:sgd"]
+    arguments += ["--range-steps", "10", "--steps", "10", "--runs", "3", "--plot", str(tmp_path / "lr.png")]
+    assert main(arguments) == 1
+    assert "suggested: lr=" in capsys.readouterr().out
 
 
 def test_the_command_finds_draws_and_prints(capsys, tmp_path):

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from gefen_nn.arguments import Within, folder, positive
-from gefen_nn.compare import Comparison, run_plan
+from gefen_nn.compare import Comparison, compare
 from gefen_nn.compare_log import read
 from gefen_nn.compare_report import publish
 from gefen_nn.compare_stats import rows_of
@@ -28,11 +28,11 @@ def main() -> None:
     for name in given.tasks:
         out = given.out / f"{name}-b2-{given.b2:g}"
         out.mkdir(parents=True, exist_ok=True)
-        plan = Comparison(f"{name}, b2 {given.b2:g}", tuple(builds), seeds=given.seeds, steps=given.steps)
+        comparison = Comparison(f"{name}, b2 {given.b2:g}", tuple(builds), seeds=given.seeds, steps=given.steps)
         if not given.report:
-            run_plan(plan, TASKS[name], builds, out / "runs.jsonl", watch=bar)
+            compare(comparison, TASKS[name], builds, out / "runs.jsonl", watch=bar)
         found = read(out / "runs.jsonl")
-        if (finished := plan.finished(found, least=min(_LEAST, given.seeds))).arms:
+        if (finished := comparison.finished(found, least=min(_LEAST, given.seeds))).arms:
             publish(finished, found, out, jump=given.jump)
             judged[name] = rows_of(finished, found)
     if judged:
