@@ -12,13 +12,14 @@ from torch import Tensor
 
 from gefen_fn.base import EmptyState, GradientTransformation, Params, Recipe, Updates, made
 from gefen_fn.combine import choices_of
-from gefen_fn.scalar import Scalar, check_positive, check_state, exact, wide_dtype
+from gefen_fn.scalar import Scalar, check_int, check_positive, check_state, exact, wide_dtype
 from gefen_fn.scale import need_params
 from gefen_fn.shards import Piece, piece_of
 from gefen_fn.tree import StructureError, Tree, check_tensors, map_update, readable, tree_leaves, tree_paths
 
 _QUERY = re.compile(r"q|query|wq|to_q|q_proj|query_proj", re.IGNORECASE)
 _KEY = re.compile(r"k|key|wk|to_k|k_proj|key_proj", re.IGNORECASE)
+_LEAST_FACTOR = 2.0**-24  # of one step: other query heads of the key are divided by its root, in fp16 at the least
 _FUSED = re.compile(r"qkv|wqkv|to_qkv|qkv_proj|in_proj_(weight|bias)", re.IGNORECASE)
 
 
@@ -90,8 +91,9 @@ def clip_by_qk(
     factors, and each query head what is left of its own, so that no other head's logits change. It stands last in a
     chain, behind the learning rate: its updates make `params + updates` the clipped weights. The largest logits, over
     all processes, are the extra argument `max_logits` of each update, or, of
-    `TransformOptimizer(model.named_parameters(), tx)`, of `optimizer.step(max_logits=logits)`. Weights behind which
-    queries and keys are normalised do not limit logits.
+    `TransformOptimizer(model.named_parameters(), tx)`, of `optimizer.step(max_logits=logits)`: one number per query
+    head, `[heads]`, in a tensor for each layer. A logit that is NaN or infinite tells nothing: its head stays as it is.
+    Weights behind which queries and keys are normalised do not limit logits.
 
     Args:
         threshold: above 0; a number or a 0-dim tensor.
@@ -101,8 +103,9 @@ def clip_by_qk(
         key_heads: heads of keys in such a fused leaf; as many as of queries if None.
 
     Raises:
-        ValueError: if the threshold is not above 0; from `update`, without params or `max_logits`, which may be None
-            where nothing was measured.
+        ValueError: if the threshold is not above 0, or `key_heads` no int of at least 1; from `update`, without params
+            or `max_logits`, which may be None where nothing was measured.
+        TypeError: from `update`, if the logits are no tensors.
         StructureError: from `update`, if heads or logits do not fit the leaves.
 
     Example:
@@ -114,6 +117,8 @@ def clip_by_qk(
         tensor([0.5000, 0.5000, 1.0000, 1.0000])
     """
     check_positive("threshold", threshold)
+    if key_heads is not None:
+        check_int("key_heads", key_heads, 1, "Leave it out where every query head has its own keys.")
 
     def init(params: Params) -> EmptyState:
         check_tensors(params)
@@ -145,17 +150,31 @@ def _logits(extra: Mapping[str, Any]) -> Mapping[str, Tensor]:
             "clip_by_qk reads the largest logit of each head: got no `max_logits`. Call `update(updates, state, "
             "params, max_logits={layer: tensor})`, or pass max_logits=None where nothing was measured."
         )
-    given: Tensor | Mapping[str, Tensor] | None = extra["max_logits"]
-    if isinstance(given, Tensor):
-        return {"": given}
-    return {} if given is None else given
+    given = {} if extra["max_logits"] is None else extra["max_logits"]
+    logits = given if isinstance(given, Mapping) else {"": given}
+    for layer, values in logits.items():
+        _check_logits(layer, values)
+    return logits
+
+
+def _check_logits(layer: Any, values: Any) -> None:
+    """Refuse what are no logits of a layer: one real number per query head."""
+    rule, fix = "`max_logits` must be", "Pass {layer: logits.amax((0, 2, 3))}, of logits `[batch, heads, M, N]`."
+    if not isinstance(layer, str) or not isinstance(values, Tensor):
+        kind = f"a {type(values).__name__} for layer {layer!r}"
+        raise TypeError(f"{rule} a tensor of one number per query head, or a dict of those by layer: got {kind}. {fix}")
+    is_plain = values.layout == torch.strided and not values.is_meta and not values.is_complex()
+    if values.dim() != 1 or not len(values) or not is_plain or values.dtype == torch.bool:
+        form = f"{values.dtype}, {values.layout}, {tuple(values.shape)} on {values.device} for layer {layer!r}"
+        raise StructureError(f"{rule} one number per query head of a layer, dense, with data: got {form}. {fix}")
 
 
 def _factors(logits: Tensor, threshold: Scalar) -> Tensor:
     """What each head's logits are multiplied by, float64 `[heads]`; logits that are not finite tell nothing."""
     values = logits.to(torch.float64)
     clips = values.isfinite() & (values > exact(threshold))
-    return torch.where(clips, exact(threshold) / torch.where(clips, values, 1.0), 1.0)
+    factors = torch.where(clips, exact(threshold) / torch.where(clips, values, 1.0), 1.0)
+    return factors.clamp(min=_LEAST_FACTOR)
 
 
 def _clipped(u: Tensor, p: Tensor, own: QKHeads, factors: Tensor, piece: Piece) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gefen_fn import (
+    EmptyState,
     HeadRows,
     QKHeads,
     StructureError,
@@ -15,6 +16,8 @@ from gefen_fn import (
     gefen,
     identity,
 )
+from gefen_nn import TransformOptimizer
+from tests.test_bad_input import equal, refuse
 
 HEADS, SIZE, DIM, VALUE = 8, 16, 48, 12
 X = torch.randn(5, DIM, generator=torch.Generator().manual_seed(9))
@@ -198,6 +201,52 @@ def test_bad_input_is_refused_with_the_reason(given, options, error, says, monke
     tx = clip_by_qk(**options)
     with pytest.raises(error, match=says):
         tx.update(params, tx.init(params), given.pop("params", params) if "params" in given else params, **given)
+
+
+NO_LOGITS = {
+    "text": (TypeError, "x"),
+    "number": (TypeError, 5.0),
+    "list": (TypeError, [1.0, 2.0]),
+    "list in a dict": (TypeError, {"attn": [1.0, 2.0]}),
+    "None in a dict": (TypeError, {"attn": None}),
+    "layers by number": (TypeError, {0: torch.ones(8)}),
+    "one per head and query": (StructureError, {"attn": torch.ones(4, 4)}),
+    "one of all": (StructureError, {"attn": torch.tensor(1.0)}),
+    "empty": (StructureError, {"attn": torch.ones(0)}),
+    "meta": (StructureError, {"attn": torch.ones(8, device="meta")}),
+    "sparse": (StructureError, {"attn": torch.ones(8).to_sparse()}),
+    "complex": (StructureError, {"attn": torch.ones(8).cfloat()}),
+    "bool": (StructureError, {"attn": torch.ones(8, dtype=torch.bool)}),
+}
+
+
+@pytest.mark.parametrize(("error", "given"), NO_LOGITS.values(), ids=NO_LOGITS)
+def test_what_are_no_logits_is_refused_before_anything_changes(error, given):
+    params = {f"attn.{name}.weight": torch.nn.Parameter(p["weight"]) for name, p in separate(HEADS)[0].items()}
+    before = [p.detach().clone() for p in params.values()]
+    optimizer = TransformOptimizer(params.items(), chain(gefen(0.1), clip_by_qk()))
+    for p in params.values():
+        p.grad = torch.ones_like(p)
+    state = optimizer.state_tree()
+    refuse(error, lambda: optimizer.step(max_logits=given), "`max_logits` must be")
+    assert all(map(torch.equal, before, params.values())) and equal(state, optimizer.state_tree())
+
+
+THRESHOLDS = {"least": 5e-324, "a tensor of 0": torch.tensor(0.0), "below 0": torch.tensor(-1.0)}
+THRESHOLDS |= {"NaN": torch.tensor(float("nan"))}
+
+
+@pytest.mark.parametrize("threshold", THRESHOLDS.values(), ids=THRESHOLDS)
+def test_weights_stay_finite_whatever_the_logits_and_a_threshold_that_is_not_read(threshold):
+    params = {"attn": separate(4)[0]}
+    logits = torch.tensor([1e308, -1e308, float("nan"), float("inf")], dtype=torch.float64).repeat(2)
+    updates, _ = clip_by_qk(threshold).update(params, EmptyState(), params, max_logits={"attn": logits})
+    assert all(u["weight"].isfinite().all() for u in updates["attn"].values())
+
+
+@pytest.mark.parametrize("heads", ["2", 0, 2.0, True])
+def test_key_heads_is_an_int_of_at_least_1(heads):
+    refuse(ValueError, lambda: clip_by_qk(key_heads=heads), "`key_heads`")
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0])
