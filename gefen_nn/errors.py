@@ -24,5 +24,5 @@ def place_of(error: BaseException) -> str | None:
 def _is_users(file: str) -> bool:
     here = Path(__file__).resolve().parents[1]
     ours = (here / "gefen_fn", here / "gefen_nn", here / "kernels")
-    installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    installed = (Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
     return not file.startswith("<") and not any(Path(file).resolve().is_relative_to(at) for at in (*ours, *installed))

@@ -1,7 +1,7 @@
 """What is in a checkpoint, and whether it is sound: leaves, steps, codebooks, and what codes and scales look like."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +11,14 @@ from torch import Tensor
 from gefen_fn.health import code_shares, scale_range
 from gefen_fn.quantize import is_codebook
 from gefen_fn.text import table
+from gefen_fn.tree import list_names
 from gefen_nn.console import Watch, silent, size
-from gefen_nn.stored import Stored, StoredLeaf, read_stored
+from gefen_nn.soundness import fresh_leaves, group_faults, leaf_fault
+from gefen_nn.stored import Stored, StoredLeaf, is_shared, read_stored
 
 _KINDS = {"exp_avg": "Adam of torch", "m_codebook": "Gefen-X", "momentum_buffer": "torch.optim"}
 _COUNTS = ("count", "step")
-_POSITIVE = ("mu.absmax", "nu", "nu.row", "nu.col", "exp_avg_sq")
+_POSITIVE = (*_COUNTS, "mu.absmax", "nu", "nu.row", "nu.col", "exp_avg_sq")
 
 
 class LeafContents(NamedTuple):
@@ -80,6 +82,8 @@ class Contents(NamedTuple):
         groups: values of the optimizer's groups, names under `params`.
         state_bytes: of all state.
         other_bytes: of tensors beside it, such as the model's.
+        stateless: parameters of a group that have no state, which fits only where they are frozen, or had no gradient.
+        others: faults that are no one leaf's: of groups, and of copies that differ.
     """
 
     kind: str
@@ -88,13 +92,15 @@ class Contents(NamedTuple):
     groups: list[dict[str, Any]]
     state_bytes: int
     other_bytes: int
+    stateless: tuple[str, ...]
+    others: tuple[str, ...]
 
     @property
     def faults(self) -> list[str]:
         """All of them, with whose they are."""
         rows = [(leaf.name, leaf.faults) for leaf in self.leaves]
         rows += [(f"codebook of {stage or 'all'}", book.faults) for stage, book in self.codebooks.items()]
-        return [f"{name}: {fault}" for name, faults in rows for fault in faults]
+        return [*(f"{name}: {fault}" for name, faults in rows for fault in faults), *self.others]
 
     def __str__(self) -> str:
         """The leaves, the codebooks, the groups and the faults."""
@@ -103,6 +109,8 @@ class Contents(NamedTuple):
         lines = [f"{self.kind}: {size(self.state_bytes)} of state, {size(self.other_bytes)} beside it"]
         lines += [table(rows, left=3), *(_book_line(*item) for item in self.codebooks.items())]
         lines += [_group_line(n, group) for n, group in enumerate(self.groups)]
+        if self.stateless:
+            lines.append(f"without state, as frozen parameters are: {list_names(parameters=self.stateless)}")
         return "\n".join([*lines, *(f"FAULT {fault}" for fault in self.faults)])
 
 
@@ -148,41 +156,85 @@ def inspect_checkpoint(path: str | Path, *, key: str | None = None, watch: Watch
         owned.setdefault(leaf.owner, []).append(leaf)
     common = {(x.stage, x.field): _fetched(stored, x) for x in owned.pop(None, [])}
     books = {stage: x for (stage, field), x in common.items() if field in ("codebook", "gefen_codebook")}
-    used = {stage: torch.zeros(len(book), dtype=torch.int64) for stage, book in books.items()}
+    used = {stage: torch.zeros(book.numel(), dtype=torch.int64) for stage, book in books.items()}
+    groups = {name: group for group in stored.groups if "format_version" in group for name in group["params"]}
+    stages: dict[str, set[str]] = {}  # that keep state of each parameter
+    wanted: dict[str, Tensor] = {}
     rows = []
     with (watch or silent)("reading", len(owned)) as advance:
         for name, leaves in owned.items():
-            rows.append(_health(str(name), leaves, stored, books, used))
+            stages[str(name)] = {leaf.stage for leaf in leaves}
+            fresh = _fresh(str(name), leaves, stored, groups)
+            wanted |= {key: x for key, x in fresh.items() if is_shared(key)}
+            rows.append(_health(str(name), leaves, stored, books, used, fresh))
             advance()
-    learned = {stage: bool(common.get((stage, "learned"), True)) for stage in books}
-    found = {stage: _codebook(book, learned[stage], used[stage]) for stage, book in books.items()}
+    found = {}
+    for stage, book in books.items():
+        learned = common.get((stage, "learned"), torch.ones(1))
+        found[stage] = _codebook(stage, book, bool(learned.any()), used[stage], wanted)
+    others = [*stored.faults, *_common_faults(common, wanted), *_group_faults(stored, stages)]
+    stateless = tuple(name for group in stored.groups for name in group["params"] if name not in stages)
     total = sum(leaf.bytes for leaf in stored.leaves)
-    return Contents(stored.kind, tuple(rows), found, stored.groups, total, stored.other_bytes)
+    return Contents(stored.kind, tuple(rows), found, stored.groups, total, stored.other_bytes, stateless, tuple(others))
+
+
+def _fresh(
+    name: str, leaves: Sequence[StoredLeaf], stored: Stored, groups: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Tensor]:
+    """What a fresh optimizer keeps of the parameter; nothing where that is not known."""
+    stages = list(dict.fromkeys(leaf.stage for leaf in leaves))
+    return fresh_leaves(stages, stored.shapes.get(name, _shape(leaves)), groups[name]) if name in groups else {}
+
+
+def _common_faults(common: Mapping[tuple[str, str], Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """Of what belongs to all parameters but codebooks, which tell their own; and what of it is missing."""
+    keys = {f"{stage}.{field}": x for (stage, field), x in common.items() if stage and field != "codebook"}
+    found = [fault for key, x in keys.items() if (fault := leaf_fault(key, x, wanted)) is not None]
+    have = {f"{stage}.{field}" for stage, field in common}
+    return [*found, *(f"{key} is missing" for key in sorted(wanted.keys() - have))]
+
+
+def _group_faults(stored: Stored, stages: Mapping[str, set[str]]) -> list[str]:
+    """Of groups of ours."""
+    found = []
+    for n, group in enumerate(stored.groups):
+        if "format_version" in group:
+            found += group_faults(n, group, sorted(set().union(*(stages.get(name, ()) for name in group["params"]))))
+    ours = any("format_version" in group for group in stored.groups)
+    return [*found, *["no parameter has state"] * (ours and not stages)]
 
 
 def _fetched(stored: Stored, leaf: StoredLeaf) -> Tensor:
     return stored.fetch([leaf.key])[leaf.key]
 
 
-def _codebook(book: Tensor, learned: bool, used: Tensor) -> Codebook:
-    faults = () if is_codebook(book) else ("must be sorted, finite and end at -1 and 1",)
-    return Codebook(tuple(book.tolist()), learned, tuple(used.tolist()), faults)
+def _codebook(stage: str, book: Tensor, learned: bool, used: Tensor, wanted: Mapping[str, Tensor]) -> Codebook:
+    if stage:
+        fault = leaf_fault(f"{stage}.codebook", book, wanted)
+    else:
+        fault = None if is_codebook(book) else "must be sorted, finite and end at -1 and 1"
+    return Codebook(tuple(book.reshape(-1).tolist()), learned, tuple(used.tolist()), () if fault is None else (fault,))
 
 
 def _health(
-    name: str, leaves: Sequence[StoredLeaf], stored: Stored, books: dict[str, Tensor], used: dict[str, Tensor]
+    name: str,
+    leaves: Sequence[StoredLeaf],
+    stored: Stored,
+    books: dict[str, Tensor],
+    used: dict[str, Tensor],
+    fresh: Mapping[str, Tensor],
 ) -> LeafContents:
     """Look at the tensors of one parameter, and count the levels that its codes use."""
     held = stored.fetch([leaf.key for leaf in leaves])
     tensors = {(leaf.stage, leaf.field): held[leaf.key] for leaf in leaves}
-    steps = [int(x) for (_, field), x in tensors.items() if field in _COUNTS and x.numel() == 1]
+    steps = [int(x) for (_, field), x in tensors.items() if field in _COUNTS and x.numel() == 1 and x.isfinite()]
     kept = {leaf.field: _form(leaf) for leaf in leaves if leaf.shape}
     codes = [(leaf.stage, held[leaf.key]) for leaf in leaves if leaf.field in ("mu.codes", "m_codebook")]
-    codes = [(stage, x) for stage, x in codes if stage in books]
+    codes = [(stage, x) for stage, x in codes if stage in books and _is_read_by(books[stage], x)]
     scales = [x for (_, field), x in tensors.items() if field in ("mu.absmax", "m_magnitude")]
     ends, zero = _shares(codes, books, used)
     scale, empty = _scales(scales)
-    faults = tuple(fault for (_, field), x in tensors.items() for fault in _faults(field, x))
+    faults = _leaf_faults(tensors, fresh)
     shape = stored.shapes.get(name) or _shape(leaves)
     total = sum(leaf.bytes for leaf in leaves)
     return LeafContents(
@@ -225,6 +277,24 @@ def _scales(scales: Sequence[Tensor]) -> tuple[tuple[float, float] | None, float
     if not flat.numel():
         return None, None
     return None if largest == 0 else (least, largest), empty
+
+
+def _is_read_by(book: Tensor, codes: Tensor) -> bool:
+    """Whether each code is a number of a level."""
+    return codes.dtype == torch.uint8 and book.dim() == 1 and (not codes.numel() or int(codes.max()) < len(book))
+
+
+def _leaf_faults(tensors: Mapping[tuple[str, str], Tensor], fresh: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Of each leaf of a parameter, and what a fresh one has that is missing, or lacks."""
+    found = []
+    for (stage, field), x in tensors.items():
+        told = _faults(field, x)
+        fault = None if told or not stage else leaf_fault(f"{stage}.{field}", x, fresh)
+        found += told if fault is None else [fault]
+    own, have = {key for key in fresh if not is_shared(key)}, {f"{stage}.{field}" for stage, field in tensors}
+    known = {key.partition(".")[0] for key in own}
+    found += [f"{key} is missing" for key in sorted(own - have)]
+    return (*found, *(f"{key} is not expected" for key in sorted(have - own) if key.partition(".")[0] in known))
 
 
 def _faults(field: str, x: Tensor) -> list[str]:

@@ -165,6 +165,8 @@ def _of_state_dict(kind: str, source: Mapping[str, Any], other_bytes: int) -> St
                 copies.setdefault(key, set()).add(name)
             leaves.setdefault(leaf.key, leaf)
             tensors.setdefault(leaf.key, x)
+    if any("format_version" in group for group in groups):
+        faults += [f"{names[str(i)]}: state is empty" for i, held in source["state"].items() if not held]
     holders = [names[str(i)] for i, held in source["state"].items() if held]
     lacking = [(name, key) for key, own in copies.items() for name in holders if not {name, None} & own]
     faults += [f"{name}: {key} is missing" for name, key in lacking]
@@ -208,13 +210,18 @@ def _names(groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> dict[str, 
     return dict(zip(ids, given, strict=True))
 
 
+def is_shared(key: str) -> bool:
+    """Whether a tensor of this name, of a stage and a field, belongs to all parameters."""
+    stage, dot, field = key.partition(".")
+    return (field if dot else stage).split(".")[0] in _SHARED or (bool(dot) and stage.startswith("inject_hyperparams"))
+
+
 def _leaf(owner: str | None, key: str, x: Tensor) -> StoredLeaf:
     """A tensor of a parameter's dictionary; what belongs to all stands there once more for each of them."""
     stage, dot, field = key.partition(".")
     if not dot:
         stage, field = "", key
-    shared = field.split(".")[0] in _SHARED or stage.startswith("inject_hyperparams")
-    own = None if shared else owner
+    own = None if is_shared(key) else owner
     return StoredLeaf(own, stage, field, x.dtype, tuple(x.shape), f"{own or ''}: {key}")
 
 

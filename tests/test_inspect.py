@@ -8,7 +8,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from gefen_nn import CheckpointError, Gefen, OptimizerState, StateTree, load, save
+from gefen_fn import Block, adamw, chain, scale, scale_by_gefen
+from gefen_nn import CheckpointError, Gefen, GefenMuon, OptimizerState, StateTree, TransformOptimizer, load, save
 from gefen_nn.cli import main
 from gefen_nn.inspecting import inspect_checkpoint
 
@@ -95,7 +96,7 @@ def test_unused_levels_and_empty_blocks_are_counted(trained, tmp_path):
     assert next(leaf for leaf in found.leaves if leaf.name == "0.weight").empty_blocks == 0.5
 
 
-ZERO = (torch.tensor([0]), 0.0)
+ZERO, NEAR, ONE = (torch.tensor([0]), 0.0), (torch.tensor([1]), -0.999), torch.ones(())
 FAULTS = {
     "a NaN": ({"mu_absmax": lambda x: x.fill_(float("nan"))}, "not finite"),
     "a negative scale": ({"mu_absmax": lambda x: x.neg_()}, "below 0"),
@@ -108,6 +109,106 @@ def test_the_command_ends_with_1_where_state_is_damaged(changes, words, trained,
     assert main(["inspect", str(saved_with(tmp_path, trained, **changes))]) == 1
     out = capsys.readouterr()
     assert "FAULT 0.weight: " in out.out and words in out.out and "1 faults" in out.err
+
+
+G = "scale_by_gefen."
+
+
+def put(key, change):
+    """Replace a tensor of the first weight, or take it away."""
+
+    def damage(state):
+        old = state["state"][0].pop(G + key)
+        if change is not None:
+            state["state"][0][G + key] = change(old.clone())
+
+    return damage
+
+
+def everywhere(key, change):
+    """Replace what belongs to all parameters."""
+
+    def damage(state):
+        for leaves in state["state"].values():
+            leaves[G + key] = change(leaves[G + key].clone())
+
+    return damage
+
+
+def of_group(**values):
+    return lambda state: state["param_groups"][0].update(values)
+
+
+REFUSED = {
+    "a codebook of NaN": (everywhere("codebook", lambda x: x.fill_(float("nan"))), "codebook` must be sorted"),
+    "an asymmetric codebook": (everywhere("codebook", lambda x: x.index_fill_(0, *NEAR)), "must be symmetric"),
+    "a codebook in two axes": (
+        everywhere("codebook", lambda x: x.view(2, 128)),
+        "codebook` must be torch.float32 (256",
+    ),
+    "a codebook that differs in one": (put("codebook", lambda x: -x), "must be equal for all parameters"),
+    "one codebook missing": (put("codebook", None), "0.weight: scale_by_gefen.codebook is missing"),
+    "no codebook at all": (
+        lambda state: [leaves.pop(G + "codebook") for leaves in state["state"].values()],
+        "is missing",
+    ),
+    "codes that are floats": (put("mu.codes", lambda x: x.float()), "mu.codes` must be torch.uint8"),
+    "codes of another shape": (put("mu.codes", lambda x: x[:, :256]), "must be torch"),
+    "scales that are cut": (put("mu.absmax", lambda x: x[:-1]), "mu.absmax` must be torch.float32 (64, 2)"),
+    "no scales": (put("mu.absmax", None), "scale_by_gefen.mu.absmax is missing"),
+    "a leaf too many": (lambda state: state["state"][0].update({G + "a": ONE}), "not exp"),
+    "a count below 0": (put("count", lambda x: x.fill_(-5)), "must count from 0 upwards"),
+    "a count that is NaN": (put("count", lambda x: torch.tensor(float("nan"))), "not finite"),
+    "a rate that is NaN": (of_group(lr=float("nan")), "group 0: `lr` must be finite"),
+    "a rate below 0": (of_group(lr=-1.0), "group 0: "),
+    "rules in another form": (of_group(kept_as="[1]"), "`kept_as` of a group must be"),
+    "another version": (of_group(format_version=7), "`format_version` must be"),
+    "an empty state": (lambda state: state["state"].update({0: {}}), "0.weight: state is empty"),
+    "no state at all": (lambda state: state["state"].clear(), "no parameter has state"),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_a_load_refuses_is_a_fault(damage, words, trained, tmp_path, capsys):
+    model, optimizer = trained
+    state = optimizer.state_dict()
+    state["state"] = {i: dict(leaves) for i, leaves in state["state"].items()}
+    damage(state)
+    with pytest.raises(CheckpointError):
+        Gefen(model.named_parameters()).load_state_dict(state)
+    torch.save(state, tmp_path / "it.pt")
+    assert main(["inspect", "--json", str(tmp_path / "it.pt")]) == 1
+    told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert any(words in fault for fault in told["faults"])
+
+
+def test_parameters_without_state_are_named_and_no_fault(trained, tmp_path):
+    """Frozen ones have none, and a file does not say which were."""
+    state = trained[1].state_dict()
+    del state["state"][0]
+    torch.save(state, tmp_path / "it.pt")
+    found = inspect_checkpoint(tmp_path / "it.pt")
+    assert found.stateless == ("0.weight",) and not found.faults and "without state, as frozen" in str(found)
+
+
+OTHERS = {
+    "another policy": lambda model: Gefen(model.named_parameters(), second_moment=Block()),
+    "blocks of another length": lambda model: Gefen(model.named_parameters(), block=64),
+    "both of ours": GefenMuon,
+    "an expression": lambda model: TransformOptimizer(model.named_parameters(), chain(scale_by_gefen(), scale(-1e-3))),
+    "dense moments": lambda model: TransformOptimizer(model.named_parameters(), adamw(1e-3)),
+}
+
+
+@pytest.mark.parametrize("build", OTHERS.values(), ids=OTHERS)
+def test_a_sound_checkpoint_has_no_fault_whatever_keeps_it(build, tmp_path):
+    model = nn.Sequential(nn.Linear(512, 64), nn.Linear(64, 40), nn.Conv1d(2, 3, 5))
+    optimizer = build(model)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    by_file(tmp_path / "it.pt", model, optimizer)
+    assert not inspect_checkpoint(tmp_path / "it.pt").faults
 
 
 @pytest.mark.parametrize("form", ["block", "factored"])
