@@ -9,15 +9,16 @@ from torch import nn
 from gefen_fn import Block, Factored, FlatBlocks, default_codebook, scale_by_gefen, scale_by_muon
 from gefen_nn import CheckpointError, Gefen, GefenMuon, TransformOptimizer, load, save
 from gefen_nn.checkpoint import same_bits
+from gefen_nn.meaning import kept_as
 from gefen_nn.saved_index import Index, read_index
 
 LEANING = default_codebook().index_fill(0, torch.tensor(200), (default_codebook()[199] + default_codebook()[200]) / 2)
 
 
 def run(make, options):
-    """A matrix [80, 64], and what `make` keeps for it after two steps."""
+    """A matrix [80, 64] and a bias, and what `make` keeps for them after two steps; without one of a matrix alone."""
     torch.manual_seed(0)
-    model = nn.Linear(64, 80, bias=False)
+    model = nn.Linear(64, 80, bias="bias" in str(options))
     optimizer = TransformOptimizer(model.named_parameters(), make(**options))
     for _ in range(2):
         model(torch.randn(4, 64)).square().sum().backward()
@@ -51,6 +52,12 @@ REFUSED = {
         {"block": FlatBlocks(32), "second_moment": Block()},
         r"`block` of scale_by_gefen must be FlatBlocks.*32.* got FlatBlocks.*64",
     ),
+    "blocks by leaf": (
+        scale_by_gefen,
+        {"block": {"weight": 64}},
+        {"block": {"weight": 32}},
+        "`block` of scale_by_gefen must be a tree of 1, .* got a tree of 1, ",
+    ),
     "tiles": (
         scale_by_gefen,
         {"second_moment": Factored()},
@@ -80,6 +87,11 @@ FREE = {
     "decays": (scale_by_gefen, {}, {"b1": 0.5, "b2": 0.9, "eps": 1e-3}),
     "drive and rounding": (scale_by_gefen, {"drive": "m_hat"}, {"rounding": "stochastic"}),
     "codebook": (scale_by_gefen, {"codebook": "fixed"}, {"codebook": "learned"}),
+    "the order of blocks by leaf": (
+        scale_by_gefen,
+        {"block": {"weight": 64, "bias": 64}},
+        {"block": {"bias": 64, "weight": 64}},
+    ),
     "Muon's": (scale_by_muon, {}, {"nesterov": False, "momentum": 0.5, "eps": 1e-3, "sharded": "exact"}),
 }
 
@@ -109,7 +121,10 @@ def test_older_folders_told_of_all_groups_at_once():
     assert group["kept_as"] == "{}"
 
 
-@pytest.mark.parametrize("told", ["{", 3, None], ids=["cut", "a number", "nothing"])
+DAMAGED = ["{", 3, None, "[]", "[1]", "3", "null", '{"scale_by_gefen": 3}', "[" * 100_000]
+
+
+@pytest.mark.parametrize("told", DAMAGED, ids=lambda told: str(told)[:22])
 def test_a_damaged_record_is_refused(told):
     _, optimizer = run(scale_by_gefen, {})
     saved = optimizer.state_dict()
@@ -125,3 +140,9 @@ def test_every_group_of_a_preset_tells_how_its_state_is_kept(make):
     assert len({group["kept_as"] for group in optimizer.param_groups}) == 1
     assert json.loads(optimizer.param_groups[0]["kept_as"])["scale_by_gefen"]["ties"] == "zero"
     assert "kept_as" not in repr(optimizer)
+
+
+def test_what_a_group_carries_of_a_tree_of_blocks_is_short():
+    told = kept_as(scale_by_gefen(block={f"layers.{n}.weight": 64 for n in range(1000)}))
+    assert len(told) < 300
+    assert len(kept_as(scale_by_gefen(block=FlatBlocks({f"{n}": 64 for n in range(1000)})))) < 300
