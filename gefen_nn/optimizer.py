@@ -16,7 +16,7 @@ from gefen_nn import checkpoint, groups
 from gefen_nn.checks import check_gradients
 from gefen_nn.control import untraced
 from gefen_nn.grouped import GroupedOptimizer
-from gefen_nn.hooks import call, run_post_hooks, run_pre_hooks
+from gefen_nn.hooks import Call, call, run_post_hooks, run_pre_hooks
 from gefen_nn.offload import Host, away, moved
 from gefen_nn.paging import paged_step
 from gefen_nn.vote import Gradients, Phases, Scaler, agreed
@@ -107,7 +107,8 @@ class TransformOptimizer(GroupedOptimizer):
             StructureError: for a gradient that is sparse, complex or of another shape.
             ValueError: for a group's value that is no number or out of range; tensors are not read, and a compiled step
                 does not check; if an extra argument is missing that a stage needs.
-            TypeError: for an extra argument that no stage reads; a stage of your own may read any.
+            TypeError: for a closure that is none, or an extra argument that no stage reads; a stage of your own may
+                read any.
             RuntimeError: for a non-finite gradient, if `error_if_nonfinite`; for a captured step that cannot be one; if
                 a step or a load failed while it wrote.
             GroupFailure: for any of these on a member of the group, or if members differ.
@@ -119,9 +120,10 @@ class TransformOptimizer(GroupedOptimizer):
 
     def _step(self, closure: Callable[[], Any] | None, extra: dict[str, Any]) -> Any:
         phases, hooked = Phases(self._group()), type(self).step is TransformOptimizer.step  # else torch ran them
+        given = Call.of(self, closure, extra)
         if hooked:
-            given = phases.attempt("pre-hooks", lambda: run_pre_hooks(self, closure, extra))
-            closure, extra = given or (closure, extra)
+            given = phases.attempt("pre-hooks", lambda: run_pre_hooks(self, given)) or given
+            closure, extra = phases.attempt("pre-hooks", given.bound) or (closure, extra)
         loss = phases.attempt("closure", lambda: call(closure))
         phases.attempt("extra arguments", lambda: self._extras.check(extra))
         params = phases.attempt("structure", self._checked_sync)
@@ -136,7 +138,7 @@ class TransformOptimizer(GroupedOptimizer):
                 scaler.unscale(grads.values())
             self._kept.state = self._stepped(grads, self._live_state(), params or {}, {**extra, **agreement.known})
         if hooked:
-            run_post_hooks(self, closure, extra)
+            run_post_hooks(self, given)
         return loss
 
     def _live_state(self) -> OptState:
