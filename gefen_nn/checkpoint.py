@@ -18,6 +18,7 @@ from gefen_nn.meaning import check_kept_as
 
 _NOT_VALUES = ("params", "param_names", *FIXED_KEYS)
 _VERSIONS = ("format_version", "block")
+_OURS = "Pass `optimizer.state_dict()`."
 
 
 class Saved(NamedTuple):
@@ -94,16 +95,26 @@ def read(
 def check_form(state_dict: Any) -> None:
     """Refuse what `Optimizer.state_dict` cannot have made."""
     for index in _part(state_dict, "state", Mapping):
-        _part(state_dict["state"], index, Mapping)
+        _check_texts(f"State keys of {index!r}", _part(state_dict["state"], index, Mapping))
     for group in _part(state_dict, "param_groups", (list, tuple)):
-        _part(group, "params", (list, tuple))
+        _check_texts("Keys of a group", group if isinstance(group, Mapping) else {})
+        if not all(isinstance(i, (int, str)) for i in _part(group, "params", (list, tuple))):
+            raise CheckpointError(f"`params` of a group must be indices or names: got {group['params']}. {_OURS}")
+        if "param_names" in group:
+            _check_texts("`param_names` of a group", _part(group, "param_names", (list, tuple)))
+
+
+def _check_texts(what: str, keys: Collection[Any]) -> None:
+    other = next((key for key in keys if not isinstance(key, str)), None)
+    if other is not None:
+        raise CheckpointError(f"{what} must be text: got {other!r}, a {type(other).__name__}. {_OURS}")
 
 
 def _part(whole: Any, key: Any, kind: Any) -> Any:
     held = whole if isinstance(whole, Mapping) else {}
     if not isinstance(held.get(key), kind):
         came = f"a {type(held[key]).__name__} there" if key in held else sorted(map(str, held)) or type(whole).__name__
-        raise CheckpointError(f"A state dict has `{key}`: got {came}. Pass `optimizer.state_dict()`.")
+        raise CheckpointError(f"A state dict has `{key}`: got {came}. {_OURS}")
     return held[key]
 
 
@@ -125,10 +136,14 @@ def _check_fixed(group: Mapping[str, Any], target: Mapping[str, Any], strict: bo
         if type(group.get(key)) is not int or group[key] != target[key]:
             raise CheckpointError(
                 f"Saved from {', '.join(stages) or 'no stage'}. "
-                f"`{key}` must be {target[key]}: got {group.get(key, 'nothing')}. "
+                f"`{key}` must be {_in_words(key, target[key])}: got {_in_words(key, group.get(key, 'nothing'))}. "
                 "Build the optimizer as the one that saved, or update the package."
             )
     check_kept_as(group, target)
+
+
+def _in_words(key: str, value: Any) -> str:
+    return "no one length for the whole model" if key == "block" and value == 0 else str(value)
 
 
 def _match(
@@ -370,7 +385,7 @@ def fill_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 def _filled(own: Any, value: Any) -> Any:
     if isinstance(own, Tensor):
-        return own.copy_(torch.as_tensor(value, dtype=torch.float64))
+        return own.copy_(value.reshape(own.shape)) if isinstance(value, Tensor) else own.fill_(value)
     if isinstance(own, (tuple, list)) and isinstance(value, (tuple, list)) and len(own) == len(value):
         return type(own)(map(_filled, own, value))
     if isinstance(value, Tensor):

@@ -53,7 +53,7 @@ def adamw_state(optimizer: TransformOptimizer) -> dict[str, Any]:
     names = [name for member in groups.members(optimizer.param_groups) for name in member]
     ids = dict(zip(names, (i for group in target["param_groups"] for i in group["params"]), strict=True))
     target["state"] = {
-        ids[name]: {"step": torch.tensor(float(m.steps)), "exp_avg": m.mu, "exp_avg_sq": m.nu}
+        ids[name]: {"step": torch.tensor(float(m.steps), device="cpu"), "exp_avg": m.mu, "exp_avg_sq": m.nu}
         for name, m in moments.items()
         if m.nu is not None and m.steps is not None
     }
@@ -128,6 +128,7 @@ def _moments(
         return Moments(mu, None, None, (float("nan"), 0.0))
     policy, steps = policy_for(rule["second_moment"], layout), int(fields["count"])
     kept: Any = fields["nu"] if "nu" in fields else FactoredState(fields["nu.row"], fields["nu.col"])
-    root, _ = policy.update(torch.zeros_like(mu), kept, torch.ones((), dtype=torch.float64), layout)
+    keep = torch.ones((), dtype=torch.float64, device="cpu")
+    root, _ = policy.update(torch.zeros_like(mu), kept, keep, layout)
     corrected = rule["b2_warmup"] is not None and policy.warms
     return Moments(mu, root.square() * (1.0 - betas[1] ** steps if corrected else 1.0), steps, betas)

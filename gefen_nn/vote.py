@@ -82,7 +82,7 @@ class Scaler(NamedTuple):
     def unscale(self, grads: Iterable[Tensor | None]) -> None:
         """Divide gradients in place by the scale, as torch.amp.GradScaler does."""
         if self.scale is not None:
-            inverse = float(torch.tensor(1.0 / self.scale, dtype=torch.float64).float())
+            inverse = float(torch.tensor(1.0 / self.scale, dtype=torch.float64, device="cpu").float())
             for g in grads:
                 if g is not None:
                     local(g).mul_(inverse)

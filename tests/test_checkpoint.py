@@ -172,6 +172,17 @@ DAMAGE = {
     "stray parameter": (lambda d: d["state"].update({9: {}}), "9"),
     "another name": (lambda d: d["param_groups"][0]["param_names"].__setitem__(0, "other"), "other"),
     "one name twice": (lambda d: d["param_groups"][0]["param_names"].__setitem__(0, "0.bias"), "twice `0.bias`"),
+    "no names": (group(param_names=None), "`param_names`: got a NoneType"),
+    "numbers as names": (group(param_names=[1, 2, 3, 4]), "`param_names` of a group must be text: got 1, a int"),
+    "a key that is no text": (
+        lambda d: d["state"][0].update({3: torch.ones(2)}),
+        "State keys of 0 must be text: got 3",
+    ),
+    "a group's key that is no text": (
+        lambda d: d["param_groups"][0].update({3: 4}),
+        "Keys of a group must be text: got 3",
+    ),
+    "parameters that are lists": (group(params=[[0], [1], [2], [3]]), "`params` of a group must be indices or names"),
     "swapped names": (_swap_names, "0.weight"),
     "later version": (group(format_version=99), "format_version"),
     "version that is a flag": (group(format_version=True), "format_version"),
@@ -205,6 +216,30 @@ def test_41_42_q22_every_corruption_is_refused_by_name_and_changes_nothing(gefen
     with pytest.raises(CheckpointError, match=DAMAGE[fault][1]):
         optimizer.load_state_dict(saved)
     assert everything(optimizer) == before
+
+
+BLOCKS = {
+    "a length": ({}, {"block": {"w": 64}}, "`block` must be no one length for the whole model: got 256"),
+    "a tree": ({"block": {"w": 64}}, {}, "`block` must be 256: got no one length for the whole model"),
+}
+
+
+@pytest.mark.parametrize(("saved", "own", "text"), BLOCKS.values(), ids=BLOCKS)
+def test_blocks_by_leaf_are_called_so_beside_one_length(saved: dict, own: dict, text: str) -> None:
+    given, target = (Gefen([("w", nn.Parameter(torch.ones(64, 128)))], **options) for options in (saved, own))
+    with pytest.raises(CheckpointError, match=text):
+        target.load_state_dict(given.state_dict())
+
+
+@pytest.mark.parametrize("capturable", [False, True], ids=["numbers", "tensors"])
+def test_a_load_where_new_tensors_would_lie_on_meta_is_a_load(capturable: bool) -> None:
+    net, other = model(), model(1)
+    saved = Gefen(net.named_parameters(), 0.25, capturable=capturable).state_dict()
+    optimizer = Gefen(other.named_parameters(), 0.5, capturable=True)
+    with torch.device("meta"):
+        optimizer.load_state_dict(saved)
+    train(other, optimizer, range(1))
+    assert float(optimizer.param_groups[0]["lr"]) == 0.25
 
 
 def test_the_comparison_sees_each_entry_that_a_load_may_change(gefen_and_older_state) -> None:
