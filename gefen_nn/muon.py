@@ -1,6 +1,8 @@
 """Muon for models' matrices, alone as in torch.optim and with another rule for all other parameters."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from numbers import Real
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -18,6 +20,10 @@ from gefen_nn.presets import Preset, between
 from gefen_nn.route import Choice, Routing, Rules, check_used, choose, chosen_by, routing
 
 _STANDARD = (3.4445, -4.775, 2.0315)
+_NO_TRIPLES = (
+    "`ns_coefficients` must be one triple of finite numbers, a name in `gefen_fn.NS_COEFFS`, or a triple for each "
+    f"iteration: got {{!r}}. Use {_STANDARD}, the default."
+)
 
 
 class Muon(Preset):
@@ -94,8 +100,6 @@ class Muon(Preset):
         error_if_nonfinite: bool = False,
     ) -> None:
         check_rule(adjust_lr_fn, "adjust_lr_fn")
-        self.error_if_nonfinite = error_if_nonfinite
-        self.block = block if isinstance(block, int) else 0
         self._start = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         self._settled = {"eps": (eps,), **_settled(nesterov, ns_coefficients, ns_steps, adjust_lr_fn)}
         fixed = {"nesterov": nesterov, "eps": eps, "normuon": normuon, "quantize": quantize, "spec": spec}
@@ -105,20 +109,33 @@ class Muon(Preset):
         flags |= {"capturable": capturable, "stochastic_rounding": stochastic_rounding}
         self._arguments = {**fixed, **named_otherwise, **flags}
         inner = {"coeffs": _coefficients(ns_coefficients, ns_steps), "adjust": adjust_lr_fn}
-        ends = {"maximize": maximize, "rounds": stochastic_rounding}
-        self._build(params, _muon_rule(ends, {**fixed, **inner}), fused, capturable)
+        self._build(params, _muon_rule(flags, {**fixed, **inner}))
 
 
 def _coefficients(given: Any, steps: int) -> Any:
-    """What `gefen_fn.muon` takes as `coeffs`."""
-    if not isinstance(given, str) and all(isinstance(x, (int, float)) for x in given):
+    """What `gefen_fn.muon` takes as `coeffs`.
+
+    Raises:
+        ValueError: for what is neither a triple nor a name nor triples, or steps of a name.
+        TypeError: for what is no sequence.
+    """
+    if _is_triple(given):
         check_int("ns_steps", steps, 1, "Use 5.")
         return (tuple(given),) * steps
+    try:
+        triples_of(given)
+    except (TypeError, ValueError) as error:
+        raise type(error)(_NO_TRIPLES.format(given)) from error
     if steps != 5:
         raise ValueError(
             f"`ns_steps` repeats one triple: got {steps} beside {given!r}. Leave it out, or give a triple."
         )
     return given
+
+
+def _is_triple(given: Any) -> bool:
+    is_row = isinstance(given, (tuple, list)) and len(given) == 3
+    return is_row and all(isinstance(x, Real) and math.isfinite(x) for x in given)
 
 
 def _settled(nesterov: bool, given: Any, steps: int, adjust: str | None) -> dict[str, tuple[Any, ...]]:
@@ -133,11 +150,11 @@ def _settled(nesterov: bool, given: Any, steps: int, adjust: str | None) -> dict
     }
 
 
-def _muon_rule(ends: dict[str, bool], fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
+def _muon_rule(flags: dict[str, Any], fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
     """The factory whose numbers are injected."""
 
     def rule(learning_rate: Any = 1e-3, weight_decay: Any = 0.1, momentum: Any = 0.95) -> GradientTransformation:
-        return between(muon(learning_rate, momentum, weight_decay=weight_decay, **fixed), **ends)
+        return between(muon(learning_rate, momentum, weight_decay=weight_decay, **fixed), flags)
 
     rule.__name__ = "muon"
     return rule
@@ -239,8 +256,6 @@ class GefenMuon(Preset):
         self._choices = choose(named, module, rules, backup)
         self._choice = _chooser(dict(self._choices), rules, backup)
         self._lrs = {MUON: lr if muon_lr is None else muon_lr, backup: lr if backup_lr is None else backup_lr}
-        self.error_if_nonfinite = error_if_nonfinite
-        self.block = block if isinstance(block, int) else 0
         self._start = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "betas": betas, "eps": eps}
         self._settled = _settled(nesterov, ns_coefficients, ns_steps, adjust_lr_fn)
         of_muon = {"nesterov": nesterov, "normuon": normuon, "quantize": quantize, "sharded": sharded}
@@ -253,9 +268,8 @@ class GefenMuon(Preset):
         self._arguments = {**fixed, **named_otherwise, **rates, **flags, "rules": self._choices}
         labels, spec = chosen_by(self._choice)
         inner = {"coeffs": _coefficients(ns_coefficients, ns_steps), "adjust": adjust_lr_fn}
-        ends = {"maximize": maximize, "rounds": stochastic_rounding}
-        rule = _gefen_muon_rule(ends, {**fixed, **inner, "param_labels": labels, "spec": spec})
-        self._build(given if named else [], rule, fused, capturable)
+        rule = _gefen_muon_rule(flags, {**fixed, **inner, "param_labels": labels, "spec": spec})
+        self._build(given if named else [], rule)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, split by rule; a name that was not given before is routed by its shape and itself.
@@ -334,7 +348,7 @@ def _chooser(known: dict[str, Choice], rules: Rules | None, backup: str) -> Call
     return lambda name, p: known[name] if name in known else choose([(name, p)], None, rules, backup)[name]
 
 
-def _gefen_muon_rule(ends: dict[str, bool], fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
+def _gefen_muon_rule(flags: dict[str, Any], fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
     """The factory whose numbers are injected."""
 
     def rule(
@@ -346,7 +360,7 @@ def _gefen_muon_rule(ends: dict[str, bool], fixed: dict[str, Any]) -> Callable[.
         eps: Any = 1e-8,
     ) -> GradientTransformation:
         numbers = {"weight_decay": weight_decay, "momentum": momentum, "b1": b1, "b2": b2, "eps": eps}
-        return between(gefen_muon(learning_rate, **numbers, **fixed), **ends)
+        return between(gefen_muon(learning_rate, **numbers, **fixed), flags)
 
     rule.__name__ = "gefen_muon"
     return rule

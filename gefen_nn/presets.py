@@ -5,11 +5,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from gefen_fn import rounding
 from gefen_fn.alias import gefen
 from gefen_fn.base import GradientTransformation
 from gefen_fn.combine import chain
 from gefen_fn.inject import inject_hyperparams
-from gefen_fn.rounding import stochastic_rounding
 from gefen_fn.scale import scale
 from gefen_fn.scope import Scope
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
@@ -27,19 +27,17 @@ class Preset(TransformOptimizer):
 
     _arguments: Mapping[str, Any] = {}
 
-    def _build(
-        self,
-        params: Iterable[Any],
-        rule: Callable[..., GradientTransformation],
-        fused: bool | None,
-        capturable: bool = False,
-    ) -> None:
+    def _build(self, params: Iterable[Any], rule: Callable[..., GradientTransformation]) -> None:
         """Check the numbers that groups start from, and run `rule` of them; the arguments are kept before."""
-        refuse(error_if_nonfinite=self.error_if_nonfinite and capturable)
+        given = self._arguments
+        self.error_if_nonfinite = given["error_if_nonfinite"]
+        self.block = given["block"] if isinstance(given["block"], int) else 0
+        refuse(error_if_nonfinite=self.error_if_nonfinite and given["capturable"])
         rule()  # refuses what is fixed for its own sake, and not as a group's value
         groups.check_values(lambda values: rule(**values), self._start, self.keys, read=True)
         values = {name: float(x) for name, x in groups.read_values(self._start, self.keys).items()}
-        super().__init__(params, inject_hyperparams(rule)(**values), fused=fused, capturable=capturable)
+        tx = inject_hyperparams(rule)(**values)
+        super().__init__(params, tx, fused=given["fused"], capturable=given["capturable"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Rebuild from the arguments, then put the state back."""
@@ -117,22 +115,12 @@ class Gefen(Preset):
         error_if_nonfinite: bool = False,
     ) -> None:
         refuse(amsgrad=amsgrad, differentiable=differentiable)
-        self.error_if_nonfinite = error_if_nonfinite
-        self.block = block if isinstance(block, int) else 0
-        self._arguments = {
-            "maximize": maximize,
-            "capturable": capturable,
-            "second_moment": second_moment,
-            "b2_warmup": b2_warmup,
-            "block": block,
-            "codebook": codebook,
-            "stochastic_rounding": stochastic_rounding,
-            "error_if_nonfinite": error_if_nonfinite,
-            "fused": fused,
-        }
         self._start = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         fixed = {"second_moment": second_moment, "b2_warmup": b2_warmup, "block": block, "codebook": codebook}
-        self._build(params, _rule({"maximize": maximize, "rounds": stochastic_rounding}, fixed), fused, capturable)
+        flags: dict[str, Any] = {"maximize": maximize, "fused": fused, "error_if_nonfinite": error_if_nonfinite}
+        flags |= {"capturable": capturable, "stochastic_rounding": stochastic_rounding}
+        self._arguments = {**fixed, **flags}
+        self._build(params, _rule(flags, fixed))
 
 
 def _rebuild(
@@ -161,19 +149,20 @@ def refuse(**flags: bool) -> None:
             raise ValueError(f"`{name}` must be False: got True. {_REFUSED[name]}.")
 
 
-def between(tx: GradientTransformation, *, maximize: bool, rounds: bool) -> GradientTransformation:
-    """`tx` of negated gradients if it is to ascend, and with parameters rounded at random if they are to be."""
-    before, after = [scale(-1.0)] * maximize, [stochastic_rounding()] * rounds
+def between(tx: GradientTransformation, flags: Mapping[str, Any]) -> GradientTransformation:
+    """`tx` of negated gradients with the flag `maximize`, and with parameters rounded with `stochastic_rounding`."""
+    before = (scale(-1.0),) if flags["maximize"] else ()
+    after = (rounding.stochastic_rounding(),) if flags["stochastic_rounding"] else ()
     return chain(*before, tx, *after) if before or after else tx
 
 
-def _rule(ends: dict[str, bool], fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
+def _rule(flags: dict[str, Any], fixed: dict[str, Any]) -> Callable[..., GradientTransformation]:
     """The factory whose numbers are injected."""
 
     def rule(
         learning_rate: Any = 1e-3, b1: Any = 0.9, b2: Any = 0.999, eps: Any = 1e-8, weight_decay: Any = 0.0
     ) -> GradientTransformation:
-        return between(gefen(learning_rate, b1, b2, eps, weight_decay, **fixed), **ends)
+        return between(gefen(learning_rate, b1, b2, eps, weight_decay, **fixed), flags)
 
     rule.__name__ = "gefen"
     return rule

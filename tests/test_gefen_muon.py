@@ -481,6 +481,26 @@ REFUSED = {
         ValueError,
         "`ns_steps` repeats one triple: got 3 beside 'tuned3'",
     ),
+    "two coefficients": (
+        lambda: Muon([torch.zeros(64, 64)], ns_coefficients=(1.0, 2.0)),
+        TypeError,
+        r"^`ns_coefficients` must be one triple.* got \(1.0, 2.0\)",
+    ),
+    "no coefficients": (
+        lambda: GefenMuon(net(), ns_coefficients=None),
+        TypeError,
+        "^`ns_coefficients` must be one triple.* got None",
+    ),
+    "a coefficient that is none": (
+        lambda: Muon([torch.zeros(64, 64)], ns_coefficients=(1.0, 2.0, float("nan"))),
+        TypeError,
+        "^`ns_coefficients` must be one triple.* got .*nan",
+    ),
+    "an unknown name": (
+        lambda: Muon([torch.zeros(64, 64)], ns_coefficients="best"),
+        ValueError,
+        "^`ns_coefficients` must be one triple.* got 'best'",
+    ),
     "a rule for nothing": (
         lambda: GefenMuon(net(), rules={"lm_haed.weight": "muon"}),
         ValueError,
