@@ -120,19 +120,33 @@ def _move_codes(old: Any, new: Any) -> Any:
 def is_to_learn(codebook: Any, stage: Any) -> bool:
     """Whether an update of a stage is to learn its codebook: one is asked for, codes rest on it, and it is not there.
 
-    In a graph that is being compiled the answer is no; where it runs, it raises unless that was right.
+    An update that is being compiled cannot learn: no.
 
     Args:
         codebook: the transform's argument.
         stage: its state, whose `learned` is read on the host.
     """
-    compiling = torch.compiler.is_compiling()
-    if not learns(codebook) or (not compiling and bool(torch.func.debug_unwrap(stage.learned, recurse=True).all())):
-        return False
-    coded = any(x is not None and x.dtype == torch.uint8 for x in tree_leaves(stage.mu))
-    if coded and compiling:
+    return learns(codebook) and not torch.compiler.is_compiling() and not _is_learned(stage) and _is_coded(stage)
+
+
+def _is_learned(stage: Any) -> bool:
+    learned = torch.func.debug_unwrap(stage.learned, recurse=True) if under_vmap() else stage.learned
+    return bool(learned.all())
+
+
+def _is_coded(stage: Any) -> bool:
+    return any(x is not None and x.dtype == torch.uint8 for x in tree_leaves(stage.mu))
+
+
+def check_learned(codebook: Any, stage: Any) -> None:
+    """In an update that is being compiled, raise `RuntimeError` where it runs if the codebook is still to be learned.
+
+    Args:
+        codebook: the transform's argument.
+        stage: its state.
+    """
+    if learns(codebook) and _is_coded(stage):
         torch._assert_async(stage.learned, _UNLEARNED.replace('"', "'"))  # Inductor writes it into C++ as it is
-    return coded and not compiling
 
 
 def check_can_learn() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from gefen_fn import agree
 from gefen_fn.base import Params, Updates
 from gefen_fn.blocks import Blocks, LeafLayout, check_block, lengths_in
-from gefen_fn.calibrate import check_can_learn, is_to_learn, learn_from
+from gefen_fn.calibrate import check_can_learn, check_learned, is_to_learn, learn_from
 from gefen_fn.quantize import Quantized, histogram_of, quantized_zeros, requantize, tie_rule
 from gefen_fn.scalar import check_choice
 from gefen_fn.scope import Scope
@@ -65,7 +65,9 @@ def with_codebook(
     Raises:
         RuntimeError: if the codebook is still to be learned where the host cannot read, also when a compiled step runs.
     """
-    if not is_to_learn(codebook, state):
+    if torch.compiler.is_compiling():
+        check_learned(codebook, state)
+    if all(at is not None and at.dense for at in layout) or not is_to_learn(codebook, state):
         return state
     check_can_learn()
     leaves = tree_leaves(updates)

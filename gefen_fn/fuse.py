@@ -312,8 +312,8 @@ def _drawn(part: Part, state: OptState) -> Tree:
 
 def _unlearned(program: Program, plan: StepPlan, state: OptState) -> list[Part]:
     """The parts whose codebooks are to be learned and were not, and that have leaves to learn from."""
-    waiting = [part for part in program.parts if is_to_learn(part.core.recipe.kwargs["codebook"], _stage(part, state))]
-    unlearned = [part for part in waiting if any(w.part is part and not w.layout.dense for w in plan.works)]
+    able = [part for part in program.parts if any(w.part is part and not w.layout.dense for w in plan.works)]
+    unlearned = [part for part in able if is_to_learn(part.core.recipe.kwargs["codebook"], _stage(part, state))]
     if unlearned:
         check_can_learn()
     return unlearned
