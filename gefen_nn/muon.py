@@ -272,7 +272,7 @@ class GefenMuon(Preset):
         self._build(given if named else [], rule)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, split by rule; a name that was not given before is routed by its shape and itself.
+        """Add a group, split by rule; a new name is routed by `rules`, its shape and itself.
 
         Raises:
             TypeError: for parameters without names.
