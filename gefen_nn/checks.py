@@ -1,7 +1,9 @@
 """What an optimizer refuses before a step, and warns of before the first."""
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +23,13 @@ def check_flags(**flags: Any) -> None:
         if not isinstance(flag, bool) and not (flag is None and name in _MAY_BE_NONE):
             wanted = "True, False or None" if name in _MAY_BE_NONE else "True or False"
             raise ValueError(f"`{name}` must be {wanted}: got {came(flag)}. Pass a bool.")
+
+
+def as_path(path: Any) -> Path:
+    """The path of a file or folder; raise `TypeError` for what is none."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"`path` must be text or a path: got a {type(path).__name__}. Name a file or folder.")
+    return Path(path)
 
 
 def check_gradients(grads: Mapping[str, Tensor | None], params: Mapping[str, Tensor], finite: bool) -> None:

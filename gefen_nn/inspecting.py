@@ -12,6 +12,7 @@ from gefen_fn.health import code_shares, scale_range
 from gefen_fn.quantize import is_codebook
 from gefen_fn.text import table
 from gefen_fn.tree import list_names
+from gefen_nn.checks import as_path
 from gefen_nn.console import Watch, silent, size
 from gefen_nn.soundness import fresh_leaves, group_faults, leaf_fault
 from gefen_nn.stored import Stored, StoredLeaf, is_shared, read_stored
@@ -141,6 +142,7 @@ def inspect_checkpoint(path: str | Path, *, key: str | None = None, watch: Watch
         watch: shows progress; None for none.
 
     Raises:
+        TypeError: if `path` is none.
         CheckpointError: if it cannot be read, or holds no state.
 
     Example:
@@ -150,7 +152,7 @@ def inspect_checkpoint(path: str | Path, *, key: str | None = None, watch: Watch
         >>> [leaf.name for leaf in contents.leaves], contents.faults
         (['bias', 'weight'], [])
     """
-    stored = read_stored(Path(path), key)
+    stored = read_stored(as_path(path), key)
     owned: dict[str | None, list[StoredLeaf]] = {}
     for leaf in stored.leaves:
         owned.setdefault(leaf.owner, []).append(leaf)

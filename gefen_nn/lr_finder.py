@@ -13,8 +13,9 @@ from statistics import fmean
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gefen_fn.scalar import is_number
 from gefen_fn.text import table
 from gefen_nn.console import Watch, silent
 from gefen_nn.errors import WrongArgumentError
@@ -99,6 +100,7 @@ def lr_find(
 
     Raises:
         WrongArgumentError: for numbers out of range, or an unknown optimizer.
+        TypeError: if the task or the optimizer is no function.
         ValueError: if a task makes no `Run`, no run ends with a finite loss, or all end with the same one.
 
     Example:
@@ -112,6 +114,7 @@ def lr_find(
     """
     _check(low, high, range_steps, steps, runs)
     build = build_named(optimizer) if isinstance(optimizer, str) else optimizer
+    _check_functions(make_run, build)
     watch = watch or silent
     first, untrained = make_run(seed), make_run(seed)
     check_run(first, getattr(make_run, "__name__", "it"))
@@ -134,14 +137,27 @@ def lr_find(
 
 def _check(low: float, high: float, range_steps: int, steps: int, runs: int) -> None:
     least, most = _RATES
+    if not (is_number(low) and is_number(high)):
+        raise WrongArgumentError(f"`low` and `high` must be numbers: got {low!r} and {high!r}. Use 1e-6 and 1.")
     if not least <= low < high <= most or len(_places(low, high)) < _LEAST_RUNS:
         raise WrongArgumentError(
             f"`low` and `high` must be {least:g} <= low < high <= {most:g}, with {_LEAST_RUNS} rates of 1, 2 or 5 "
             f"times a power of ten between: got {low} and {high}. Use 1e-6 and 1."
         )
     for name, value, least in (("range_steps", range_steps, 10), ("steps", steps, 10), ("runs", runs, _LEAST_RUNS)):
-        if value < least:
-            raise WrongArgumentError(f"`{name}` must be at least {least}: got {value}. Use more.")
+        if not isinstance(value, int) or value < least:
+            raise WrongArgumentError(f"`{name}` must be at least {least}, an int: got {value!r}. Use more.")
+
+
+def _check_functions(make_run: Any, build: Any) -> None:
+    """Raise `TypeError` for a task or a build that is no function; a module is none."""
+    for name, given, wanted in (
+        ("make_run", make_run, "of a seed that returns a gefen_nn.Run"),
+        ("optimizer", build, "of a model and a learning rate, or a name"),
+    ):
+        if not callable(given) or isinstance(given, nn.Module):
+            came = f"a {type(given).__name__}"
+            raise TypeError(f"`{name}` must be a function {wanted}: got {came}. Write a function that makes it.")
 
 
 def _check_losses(losses: Mapping[float, float]) -> None:

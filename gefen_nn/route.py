@@ -286,7 +286,7 @@ def route(model: Any, rules: Rules | None = None, *, lr: float | None = None, ba
         A report; `print` it for a table. Its `labels` and `spec` are arguments of `gefen_fn.gefen_muon`.
 
     Raises:
-        TypeError: if a key of the rules is none.
+        TypeError: for parameters without names, or a key of the rules that is none.
         ValueError: if a rule is none, does not fit its parameter, or fits no parameter: names like it are told.
 
     Example:
@@ -297,11 +297,19 @@ def route(model: Any, rules: Rules | None = None, *, lr: float | None = None, ba
     """
     module = model if isinstance(model, nn.Module) else None
     named = list(model.named_parameters()) if module is not None else list(model)
+    _check_pairs(model, named)
     check_used(rules, named, module)
     choices = choose(named, module, rules, backup)
     labels, spec = chosen_by(lambda name, p: choices[name])
     tx = gefen_muon(0.0 if lr is None else lr, backup=backup, param_labels=labels, spec=spec, require_muon=False)
     return routing(dict(named), choices, tx, dict.fromkeys(choices, lr), "match_rms_adamw")
+
+
+def _check_pairs(model: Any, named: Sequence[Any]) -> None:
+    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor) for pair in named):
+        kind = type(model).__name__
+        fix = "Pass its `.items()`." if isinstance(model, Mapping) else "Pass the model, or its `named_parameters()`."
+        raise TypeError(f"`model` must be a module or `(name, parameter)` pairs: got a {kind} without those. {fix}")
 
 
 def chosen_by(choice: Callable[[str, Tensor], Choice]) -> tuple[Callable[[Params], Tree], Callable[[Params], Tree]]:

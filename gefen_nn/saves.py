@@ -8,7 +8,6 @@ written or a tensor changed.
 import copy
 import functools
 import io
-import os
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from gefen_fn.shards import is_sharded, placements_of
 from gefen_fn.tree import list_names
 from gefen_nn import folders
 from gefen_nn.checkpoint import LoadReport
+from gefen_nn.checks import as_path
 from gefen_nn.control import timeout_of
 from gefen_nn.dcp import OptimizerState, fits, index_of, own_slots, put_back
 from gefen_nn.errors import CheckpointError
@@ -178,12 +178,11 @@ def _begin(
 
 def _given(path: str | Path, model: nn.Module, optimizer: TransformOptimizer) -> Path:
     """The path, if the three are what they are to be, and parameters have names."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"`path` must be text or a path: got {path!r}. Name a folder.")
+    place = as_path(path).absolute()
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch.nn.Module: got a {type(model).__name__}. Pass the model itself.")
     OptimizerState(optimizer)  # refuses other optimizers
-    return Path(path).absolute()
+    return place
 
 
 def _collected(path: Path, model: nn.Module, optimizer: TransformOptimizer, extra: Mapping[str, Any]) -> dict[str, Any]:

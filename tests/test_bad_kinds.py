@@ -59,7 +59,7 @@ from gefen_fn import (
     warmup_stable_decay_schedule,
     zero_nans,
 )
-from gefen_nn import Gefen, StateTree, adamw_state, convert_state
+from gefen_nn import Gefen, StateTree, adamw_state, convert_state, inspect_checkpoint, load, lr_find, route, save
 from tests.test_bad_input import PARAMS, W, refuse
 
 NUMBERS = {
@@ -167,3 +167,25 @@ NO_OPTIMIZERS = {"adamw_state": adamw_state, "convert_state": lambda net: conver
 @pytest.mark.parametrize("call", NO_OPTIMIZERS.values(), ids=NO_OPTIMIZERS)
 def test_a_module_in_the_place_of_its_optimizer_is_refused(call):
     refuse(TypeError, lambda: call(NET), "must be one of gefen_nn")
+
+
+OTHERS = {
+    "route of a dict": (TypeError, lambda: route(dict(NET.named_parameters())), ".items()"),
+    "route of parameters": (TypeError, lambda: route(NET.parameters()), "named_parameters()"),
+    "lr_find of a module": (TypeError, lambda: lr_find(NET), "`make_run` must be a function of a seed"),
+    "lr_find of an optimizer": (TypeError, lambda: lr_find(lambda seed: None, 0.1), "`optimizer` must be a function"),
+    "a rate as text": (ValueError, lambda: lr_find(lambda seed: None, low="1e-6"), "must be numbers"),
+    "a count as text": (
+        ValueError,
+        lambda: lr_find(lambda seed: None, steps="10"),
+        "`steps` must be at least 10, an int",
+    ),
+    "inspect_checkpoint of a module": (TypeError, lambda: inspect_checkpoint(NET), "`path` must be text or a path"),
+    "save of a module": (TypeError, lambda: save(NET, "run", Gefen(NET.named_parameters())), "`path` must be"),
+    "load of a module": (TypeError, lambda: load(NET, "run", Gefen(NET.named_parameters())), "`path` must be"),
+}
+
+
+@pytest.mark.parametrize(("error", "call", "text"), OTHERS.values(), ids=OTHERS)
+def test_a_tool_that_is_given_something_else_says_what_it_takes(error, call, text):
+    refuse(error, call, text)
