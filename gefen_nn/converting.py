@@ -111,6 +111,8 @@ def convert_files(
         kind = "ours" if any(ours) else "another package's"
         raise ValueError(f"State goes from other packages to ours, and from ours to adamw: got {kind} to {target}.")
     names = _names(stored, model)
+    if not names:
+        raise CheckpointError("State must belong to parameters: got groups without any. Save a trained optimizer's.")
     if target == "gefen_muon" and all(name.isdigit() for name in names.values()):
         raise ValueError(
             f"Names must tell which parameters are Muon's: got positions, {', '.join(list(names)[:3])}, .... "

@@ -5,6 +5,7 @@ several layers are one row, with `*` for the layer's number.
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,6 +29,7 @@ _NUMBERS = {
     *("num_attention_heads", "num_key_value_heads"),
 }
 _MOST_LAYERS, _MOST = 10_000, 1 << 31
+_LONGEST, _MOST_ENTRIES = 1 << 27, 1 << 45  # of an axis, whose tiles are counted one by one, and of a leaf
 
 Shapes = list[tuple[str, tuple[int, ...]]]
 
@@ -55,8 +57,7 @@ def model_of(text: str) -> Model:
     if path.suffix == ".json":
         held = _json_of(path)
         if isinstance(held.get("weight_map"), dict):
-            files = sorted(set(held["weight_map"].values()))
-            return _grouped([row for name in files for row in _of_header(path.with_name(name))])
+            return _grouped([row for file in _files_in(path, held["weight_map"]) for row in _of_header(file)])
         return _grouped(of_config(held))
     if ":" not in text:
         raise WrongArgumentError(
@@ -68,10 +69,18 @@ def model_of(text: str) -> Model:
     return _grouped(((name, tuple(p.shape)) for name, p in net.named_parameters() if p.requires_grad), net)
 
 
+def _files_in(path: Path, weights: Mapping[str, Any]) -> list[Path]:
+    """The files that an index names, which lie beside it."""
+    stray = next((x for x in weights.values() if not isinstance(x, str) or Path(x).name != x), None)
+    if stray is not None:
+        raise ValueError(f"An index must name files beside it: got {stray!r} in {str(path)!r}. Name the right index.")
+    return [path.with_name(name) for name in sorted(set(weights.values()))]
+
+
 def _json_of(path: Path) -> dict[str, Any]:
     try:
         held = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"A model's .json must be JSON: got {str(path)!r}, which is not ({error}). Mend it."
         ) from error
@@ -86,7 +95,7 @@ def _of_header(path: Path) -> Shapes:
         length = int.from_bytes(stream.read(8), "little")
         try:
             held = json.loads(stream.read(length)) if length <= _HEADER else None
-        except ValueError:
+        except (ValueError, RecursionError):
             held = None
     if not isinstance(held, dict):
         raise ValueError(f"A file of safetensors must begin with its header: got {path}, which does not.")
@@ -102,7 +111,7 @@ def _shape_in(path: Path, name: str, row: Any) -> tuple[int, ...]:
 
 def _grouped(rows: Iterable[tuple[str, tuple[int, ...]]], net: nn.Module | None = None) -> Model:
     """Leaves alike in one row each, with their number; Muon's as `route` would choose them."""
-    pairs = [(name, torch.empty(shape, device="meta")) for name, shape in rows]
+    pairs = [(name, torch.empty(_counted(name, shape), device="meta")) for name, shape in rows]
     own = list(net.named_parameters()) if net is not None else pairs
     rules = choose(own, net, None, "gefen")
     counts = Counter((re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), tuple(x.shape), rules[name].rule) for name, x in pairs)
@@ -113,6 +122,16 @@ def _grouped(rows: Iterable[tuple[str, tuple[int, ...]]], net: nn.Module | None 
         )
         for (name, shape, rule), copies in counts.items()
     }
+
+
+def _counted(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape of which bytes can be counted."""
+    if max(shape, default=0) > _LONGEST or math.prod(shape) > _MOST_ENTRIES:
+        raise ValueError(
+            f"A leaf must have at most {_LONGEST:,} entries along an axis and {_MOST_ENTRIES:,} in all: got {shape} "
+            f"for {name!r}. Correct the shape."
+        )
+    return shape
 
 
 def _are_experts(shape: tuple[int, ...], name: str) -> bool:
@@ -137,7 +156,7 @@ def of_config(config: Mapping[str, Any]) -> Shapes:
         )
     _check_numbers(config)
     try:
-        return list(_decoder(config, str(kind)))
+        return list(_decoder({key: x for key, x in config.items() if x is not None}, str(kind)))
     except KeyError as error:
         raise ValueError(f"A config of {kind} must have {error}: got none. Name its .safetensors instead.") from error
 
@@ -150,6 +169,9 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
         if value is not None and (type(value) is not int or not least <= value <= most):
             rule = f"must be an integer from {least} to {most:,}"
             raise ValueError(f"`{key}` of a config {rule}: got {value!r}. Correct it.")
+    dense = config.get("mlp_only_layers")
+    if dense is not None and not isinstance(dense, list):
+        raise ValueError(f"`mlp_only_layers` of a config must be a list: got {dense!r}. Correct it.")
 
 
 def _decoder(config: Mapping[str, Any], kind: str) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -49,7 +49,11 @@ class _Planner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         """Put a value in its place, if it is plain."""
-        torch.load(value, weights_only=True)
+        try:
+            torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            name = read_item.dest_index.fqn
+            raise CheckpointError(f"`{name}` names what a checkpoint does not need and may run code") from error
         value.seek(0)
         super().load_bytes(read_item, value)
 
@@ -95,7 +99,7 @@ def loaded(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
             load(wanted, checkpoint_id=folder, planner=_Planner())
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
-        came = " ".join(repr(cause).split())[:300]
+        came = str(cause) if isinstance(cause, CheckpointError) else repr(cause)
         raise CheckpointError(
             f"The folder's files must be complete, and hold tensors and plain values: got {came}. Load an older one."
         ) from error

@@ -243,3 +243,13 @@ def test_no_file_is_overwritten(files, tmp_path, capsys):
     (tmp_path / "out.pt").touch()
     assert main(["convert", str(files / "adamw.pt"), str(tmp_path / "out.pt")]) == 2
     assert "OUT must be new" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_leaves_nothing(files, tmp_path, capsys, monkeypatch):
+    def half(made, path):
+        path.write_bytes(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file data/1: file write failed")
+
+    monkeypatch.setattr(torch, "save", half)
+    assert main(["convert", str(files / "adamw.pt"), str(tmp_path / "out.pt")]) == 1
+    assert "must lie where all processes may write and read" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -1,7 +1,9 @@
 """What `gefen inspect` says of a checkpoint, whatever it was saved by."""
 
 import json
+import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -279,6 +281,113 @@ def empty_folder(path, trained):
 
 def stray_state(path, trained):
     torch.save({"state": {7: {}}, "param_groups": [{"params": [0]}]}, path)
+
+
+def holding(held):
+    return lambda path, trained: torch.save(held, path)
+
+
+def bytes_of_metadata(content):
+    def write(path, trained):
+        path.mkdir()
+        (path / ".metadata").write_bytes(content)
+
+    return write
+
+
+def of_one(**leaves):
+    return holding({"state": {0: leaves}, "param_groups": [{"params": [0]}]})
+
+
+FORMS = {
+    "a list of states": (holding({"state": [], "param_groups": {}}), "A state dict has `state`"),
+    "a number of groups": (holding({"state": {}, "param_groups": 5}), "A state dict has `param_groups`"),
+    "a group without parameters": (holding({"state": {}, "param_groups": [{}]}), "A state dict has `params`"),
+    "a number for state": (holding({"state": {0: 5}, "param_groups": [{"params": [0]}]}), "A state dict has `0`"),
+    "a key that is a number": (
+        holding({"state": {0: {5: torch.ones(2)}}, "param_groups": [{"params": [0]}]}),
+        "must be text: got 5",
+    ),
+    "tensors without data": (of_one(exp_avg=torch.ones(2, device="meta")), "must be a dense tensor with data"),
+    "sparse tensors": (of_one(exp_avg=torch.eye(2).to_sparse()), "must be a dense tensor with data"),
+    "garbage for metadata": (bytes_of_metadata(b"garbage"), "`.metadata` must be as"),
+    "nothing for metadata": (bytes_of_metadata(b""), "`.metadata` must be as"),
+    "a number for metadata": (bytes_of_metadata(pickle.dumps(5)), "`.metadata` must be as"),
+}
+
+
+@pytest.mark.parametrize(("write", "words"), FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("command", ["inspect", "convert"])
+def test_what_is_no_state_dict_is_refused_in_words(command, write, words, trained, tmp_path, capsys):
+    write(tmp_path / "it", trained)
+    target = [str(tmp_path / "out.pt")] * (command == "convert")
+    assert main([command, str(tmp_path / "it"), *target]) == 1
+    err = capsys.readouterr().err
+    assert f"gefen {command}: " in err and words in err and "Traceback" not in err
+
+
+def test_the_root_is_no_checkpoint(capsys):
+    assert main(["inspect", "/"]) == 1
+    assert "must be a checkpoint that `gefen_nn.save` wrote" in capsys.readouterr().err
+
+
+class Planted:
+    """Runs when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+def planted_metadata(path, model, optimizer, mark):
+    by_state_dict(path, model, optimizer)
+    (path / ".metadata").write_bytes(pickle.dumps(Planted(mark)))
+
+
+def planted_field(path, model, optimizer, mark):
+    by_state_dict(path, model, optimizer)
+    held = pickle.loads((path / ".metadata").read_bytes())
+    held.planner_data = {"optim.state": Planted(mark)}
+    (path / ".metadata").write_bytes(pickle.dumps(held))
+
+
+def planted_value(path, model, optimizer, mark):
+    state = optimizer.state_dict()
+    state["param_groups"][0]["lr"] = Planted(mark)
+    by_state_dict(path, model, SimpleNamespace(state_dict=lambda: state))
+
+
+def planted_index(path, model, optimizer, mark):
+    dcp.save({"optimizer": {"index": Planted(mark), "x": torch.ones(2)}}, checkpoint_id=path)
+
+
+PLANTS = {
+    "metadata": planted_metadata,
+    "a field of the metadata": planted_field,
+    "a group's value": planted_value,
+    "the index": planted_index,
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as above
+@pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
+def test_what_a_folder_holds_is_not_run(plant, trained, tmp_path, capsys):
+    plant(tmp_path / "it", *trained, tmp_path / "mark")
+    assert main(["inspect", str(tmp_path / "it")]) == 1
+    assert "may run code" in capsys.readouterr().err and not (tmp_path / "mark").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as above
+def test_files_out_of_the_folder_are_not_read(trained, tmp_path, capsys):
+    by_state_dict(tmp_path / "it", *trained)
+    held = pickle.loads((tmp_path / "it" / ".metadata").read_bytes())
+    for place in held.storage_data.values():
+        place.relative_path = "../../etc/passwd"
+    (tmp_path / "it" / ".metadata").write_bytes(pickle.dumps(held))
+    assert main(["inspect", str(tmp_path / "it")]) == 1
+    assert "got files ['../../etc/passwd'" in capsys.readouterr().err
 
 
 BAD = {

@@ -118,6 +118,7 @@ def test_bytes_are_those_of_the_optimizers():
 
 def header(shape):
     text = json.dumps({"w": {"dtype": "BF16", "shape": shape}}).encode()
+    text = b"[" * 200_000 if shape == "deep" else text
     return len(text).to_bytes(8, "little") + text
 
 
@@ -125,6 +126,17 @@ BAD = {
     "nothing": ("no-such-model", 2, "must be of llama-3-70b"),
     "another kind": ({"model_type": "bert"}, 1, "`model_type` must be of llama"),
     "half a config": ({"model_type": "llama", "hidden_size": 8}, 1, "must have 'vocab_size'"),
+    "no vocabulary": (
+        {"model_type": "llama", "hidden_size": 8, "vocab_size": None, "num_hidden_layers": 1},
+        1,
+        "must have 'vocab_size'",
+    ),
+    "layers in no list": ({"model_type": "qwen3_moe", "mlp_only_layers": 5}, 1, "`mlp_only_layers` of a config must"),
+    "JSON in JSON": (b"[" * 200_000, 1, "which is not (maximum recursion depth"),
+    "a header of JSON in JSON": (header("deep"), 1, "must begin with its header"),
+    "an endless leaf": (header([10**12, 10**6]), 1, "at most 134,217,728 entries along an axis"),
+    "files elsewhere": ({"weight_map": {"w": "../../../etc/passwd"}}, 1, "An index must name files beside it"),
+    "files of no name": ({"weight_map": {"w": 5, "v": "x"}}, 1, "An index must name files beside it: got 5"),
     "many layers": ({"model_type": "llama", "num_hidden_layers": 10**9}, 1, "from 0 to 10,000: got 1000000000"),
     "half a layer": ({"model_type": "llama", "num_hidden_layers": 1e9}, 1, "from 0 to 10,000: got 1000000000.0"),
     "no heads": ({"model_type": "llama", "num_attention_heads": 0}, 1, "must be an integer from 1"),
@@ -142,7 +154,7 @@ BAD = {
 def test_what_describes_no_model_is_refused(given, code, words, tmp_path, capsys):
     (tmp_path / "broken.json").write_text("{")
     given = str(tmp_path / "broken.json") if given == "broken" else given
-    path = tmp_path / ("x.safetensors" if isinstance(given, bytes) else "config.json")
+    path = tmp_path / ("x.safetensors" if isinstance(given, bytes) and given[:1] != b"[" else "config.json")
     if not isinstance(given, str):
         path.write_bytes(given if isinstance(given, bytes) else json.dumps(given).encode())
     assert main(["memory", "--model", given if isinstance(given, str) else str(path)]) == code
