@@ -10,7 +10,7 @@ Both parts stay within the same bounds.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
