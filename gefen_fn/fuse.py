@@ -98,7 +98,7 @@ class Step:
         """
         program, given = self.program, tree_leaves(grads)
         plan, leaves = self._planned(grads, given, state, params), [local(g) for g in given]
-        unlearned = _unlearned(program, plan, state)
+        unlearned = _unlearned(plan, state)
         moves_codes = _move_codes(unlearned, plan, given)
         if not plan.bundles or plan.share_memory(leaves) or moves_codes:
             return write_state(state, self._pure(grads, state, params, **extra))
@@ -310,10 +310,9 @@ def _drawn(part: Part, state: OptState) -> Tree:
     return stage.count
 
 
-def _unlearned(program: Program, plan: StepPlan, state: OptState) -> list[Part]:
+def _unlearned(plan: StepPlan, state: OptState) -> list[Part]:
     """The parts whose codebooks are to be learned and were not, and that have leaves to learn from."""
-    able = [part for part in program.parts if any(w.part is part and not w.layout.dense for w in plan.works)]
-    unlearned = [part for part in able if is_to_learn(part.core.recipe.kwargs["codebook"], _stage(part, state))]
+    unlearned = [part for part in plan.coded if is_to_learn(part.core.recipe.kwargs["codebook"], _stage(part, state))]
     if unlearned:
         check_can_learn()
     return unlearned

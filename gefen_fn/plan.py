@@ -157,6 +157,7 @@ class StepPlan:
         key: the tensors that it rests on.
         facts: where they lie in memory, and how; compared with the key at each step.
         works: the leaves of all parts that have a gradient.
+        coded: the parts of which one such leaf has codes.
         bundles: how a back end steps some of them.
         fused: the places of those in the tree.
         written: the memory of their parameters.
@@ -165,6 +166,7 @@ class StepPlan:
     key: list[Any]
     facts: list[Any]
     works: list[Work | MuonWork]
+    coded: list[Part]
     bundles: list[Bundle | MuonBundle]
     fused: frozenset[int]
     written: frozenset[int]
@@ -200,7 +202,8 @@ def make_plan(
             given = [work.leaf(leaves[work.index], decays[work.index]) for work in there]
             bundles.append(Bundle.of(there, given, _ties(part)))
     written = frozenset(_memory(work.param) for work in taken) - {0}  # where empty and meta tensors lie
-    return StepPlan(key, facts, works, bundles, frozenset(work.index for work in taken), written)
+    coded = [part for part in program.parts if any(w.part is part and not w.layout.dense for w in works)]
+    return StepPlan(key, facts, works, coded, bundles, frozenset(work.index for work in taken), written)
 
 
 def _works(program: Program, grads: Updates, state: OptState, params: Params) -> list[Work | MuonWork]:

@@ -120,7 +120,7 @@ def _copy(model: nn.Module, device: str) -> nn.Module:
     net, generator = copy.deepcopy(model).to(device), torch.Generator().manual_seed(0)
     for p in net.parameters():
         if p.requires_grad:
-            p.grad = (torch.randn(p.shape, generator=generator) * 1e-2).to(p)
+            p.grad = (torch.randn(p.shape, generator=generator, device="cpu") * 1e-2).to(p)
     return net
 
 

@@ -55,8 +55,8 @@ def batch_at(text: Tensor, step: int, *, seed: int, batch: int, context: int) ->
         int64 bytes, `[N, T + 1]`.
     """
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    starts = torch.randint(text.numel() - context, (batch, 1), generator=generator)
-    return text[starts + torch.arange(context + 1)].long()
+    starts = torch.randint(text.numel() - context, (batch, 1), generator=generator, device="cpu")
+    return text[starts + torch.arange(context + 1, device="cpu")].long()
 
 
 def _read(files: list[Path]) -> Tensor:
