@@ -16,6 +16,7 @@ from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
 from gefen_fn.spec import Spec, check_rule
 from gefen_kernels import ns_coefficients as triples_of
 from gefen_nn import groups
+from gefen_nn.checks import check_flags
 from gefen_nn.presets import Preset, between
 from gefen_nn.route import Choice, Routing, Rules, check_used, choose, chosen_by, routing
 
@@ -107,6 +108,7 @@ class Muon(Preset):
         named_otherwise = {"ns_coefficients": ns_coefficients, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         flags: dict[str, Any] = {"maximize": maximize, "fused": fused, "error_if_nonfinite": error_if_nonfinite}
         flags |= {"capturable": capturable, "stochastic_rounding": stochastic_rounding}
+        check_flags(nesterov=nesterov, quantize=quantize, **flags)
         self._arguments = {**fixed, **named_otherwise, **flags}
         inner = {"coeffs": _coefficients(ns_coefficients, ns_steps), "adjust": adjust_lr_fn}
         self._build(params, _muon_rule(flags, {**fixed, **inner}))
@@ -265,10 +267,13 @@ class GefenMuon(Preset):
         rates = {"muon_lr": muon_lr, "backup_lr": backup_lr}
         flags: dict[str, Any] = {"maximize": maximize, "fused": fused, "error_if_nonfinite": error_if_nonfinite}
         flags |= {"capturable": capturable, "stochastic_rounding": stochastic_rounding}
+        check_flags(nesterov=nesterov, quantize=quantize, require_muon=require_muon, **flags)
         self._arguments = {**fixed, **named_otherwise, **rates, **flags, "rules": self._choices}
         labels, spec = chosen_by(self._choice)
         inner = {"coeffs": _coefficients(ns_coefficients, ns_steps), "adjust": adjust_lr_fn}
         rule = _gefen_muon_rule(flags, {**fixed, **inner, "param_labels": labels, "spec": spec})
+        for name in [name for name, x in rates.items() if x is not None]:
+            groups.check_values(lambda x: rule(*x.values()), rates, {name: (name,)}, read=True)
         self._build(given if named else [], rule)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

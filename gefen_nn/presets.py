@@ -14,6 +14,7 @@ from gefen_fn.scale import scale
 from gefen_fn.scope import Scope
 from gefen_fn.second_moment import DEFAULT_SECOND_MOMENT
 from gefen_nn import groups
+from gefen_nn.checks import check_flags
 from gefen_nn.optimizer import TransformOptimizer
 
 _REFUSED = {
@@ -30,6 +31,7 @@ class Preset(TransformOptimizer):
     def _build(self, params: Iterable[Any], rule: Callable[..., GradientTransformation]) -> None:
         """Check the numbers that groups start from, and run `rule` of them; the arguments are kept before."""
         given = self._arguments
+        self._settled = {**self._settled, "maximize": (given["maximize"],)}
         self.error_if_nonfinite = given["error_if_nonfinite"]
         self.block = given["block"] if isinstance(given["block"], int) else 0
         refuse(error_if_nonfinite=self.error_if_nonfinite and given["capturable"])
@@ -74,7 +76,7 @@ class Gefen(Preset):
         error_if_nonfinite: raise before anything changes if a gradient is not finite; costs a host read per step.
 
     Raises:
-        ValueError: for a value out of range, or an argument that is refused.
+        ValueError: for a value out of range, a flag that is no bool, or an argument that is refused.
 
     Example:
         >>> model = nn.Linear(64, 64)
@@ -114,11 +116,13 @@ class Gefen(Preset):
         deterministic: bool = False,
         error_if_nonfinite: bool = False,
     ) -> None:
+        check_flags(amsgrad=amsgrad, foreach=foreach, differentiable=differentiable, deterministic=deterministic)
         refuse(amsgrad=amsgrad, differentiable=differentiable)
         self._start = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         fixed = {"second_moment": second_moment, "b2_warmup": b2_warmup, "block": block, "codebook": codebook}
         flags: dict[str, Any] = {"maximize": maximize, "fused": fused, "error_if_nonfinite": error_if_nonfinite}
         flags |= {"capturable": capturable, "stochastic_rounding": stochastic_rounding}
+        check_flags(**flags)
         self._arguments = {**fixed, **flags}
         self._build(params, _rule(flags, fixed))
 

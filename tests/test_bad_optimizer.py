@@ -226,6 +226,7 @@ def test_a_note_of_the_user_that_only_resembles_a_key_is_kept(make, key):
 
 
 FIXES = {
+    "an argument of all": (Gefen, "maximize", "Give it to the optimizer: Gefen(maximize=...)."),
     "an argument": (Muon, "nesterov", "Give it to the optimizer: Muon(nesterov=...)."),
     "no argument": (Gefen, "nesterov", "must be one of ['betas', 'eps', 'lr', 'weight_decay']"),
     "nor this": (Gefen, "momentum", "Leave it out."),
@@ -251,7 +252,13 @@ def test_what_torch_writes_into_groups_is_refused_where_it_asks_for_something(ke
     )
 
 
-FLAGS = {TransformOptimizer: "capturable fused"}
+FLAGS = {
+    Gefen: "amsgrad foreach maximize capturable differentiable fused stochastic_rounding deterministic "
+    "error_if_nonfinite",
+    Muon: "nesterov quantize maximize capturable stochastic_rounding fused error_if_nonfinite",
+    GefenMuon: "nesterov quantize require_muon maximize capturable stochastic_rounding fused error_if_nonfinite",
+    TransformOptimizer: "capturable fused",
+}
 ALL_FLAGS = [(make, name) for make, names in FLAGS.items() for name in names.split()]
 
 
@@ -260,6 +267,15 @@ ALL_FLAGS = [(make, name) for make, names in FLAGS.items() for name in names.spl
 def test_a_flag_is_a_bool(make, name, value):
     rest = {"tx": adamw(0.1)} if make is TransformOptimizer else {}
     refuse(ValueError, lambda: make([("w", nn.Parameter(torch.ones(64, 64)))], **rest, **{name: value}), f"`{name}`")
+
+
+RATES = {"text": "1e-3", "negative": -1.0, "True": True, "vector": torch.ones(2), "huge": 10**400}
+
+
+@pytest.mark.parametrize("value", RATES.values(), ids=RATES)
+@pytest.mark.parametrize("name", ["muon_lr", "backup_lr"])
+def test_a_learning_rate_of_a_part_is_refused_by_its_own_name(name, value):
+    refuse(ValueError, lambda: GefenMuon([("w", nn.Parameter(torch.ones(64, 64)))], **{name: value}), f"`{name}`")
 
 
 TEXT = {
