@@ -1,7 +1,7 @@
 """What tells the runs of a log from those that today's task and optimizers would make: marks kept with each run.
 
-A task is marked by what its runs begin with under a seed: parameters, the loss of the first batch, the held-out loss.
-An optimizer is marked by the source of its function; what that calls, and what it reads, is not seen.
+A task is marked by what its runs begin with under a seed: two numbers of the parameters, the loss of the first batch,
+the held-out loss. An optimizer is marked by the source of its function; what that calls and reads is not seen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gefen_nn.task import BUILDS, Build, Task
 from gefen_nn.training import judged, next_loss
 
 MARKS = ("start", "source")  # names in a run's provenance
-_CLOSE = 1e-3  # of losses that differ by how many threads, or which machine, summed them
+_CLOSE = 1e-3  # of numbers that differ by how many threads, or which machine, computed them
 
 
 class Marks:
@@ -38,7 +38,11 @@ class Marks:
 
     def __init__(self, name: str, task: Task, builds: Mapping[str, Build], threads: int) -> None:
         self._start = cache(partial(_start, name, task, threads))
-        self._sources = {arm: _digest(source.encode()) for arm, build in builds.items() if (source := _source(build))}
+        self._sources = {
+            arm: hashlib.sha256(source.encode()).hexdigest()[:16]
+            for arm, build in builds.items()
+            if (source := _source(build))
+        }
 
     def of(self, cell: Cell) -> dict[str, Any]:
         """The marks of a run that is made now.
@@ -74,23 +78,22 @@ def _start(name: str, task: Task, threads: int, seed: int) -> dict[str, Any]:
         run = task(seed)
         check_judged(run, name)
         run.model.train()
-        parameters, loss = _parameters(run.model), next_loss(run).item()
+        numbers, loss = _numbers(run.model), next_loss(run).item()
         if not math.isfinite(loss):
             raise ValueError(f"A run must begin with a finite loss: got {loss} from {name}. Look at the task.")
         held_out = judged(run)
-    return {"parameters": parameters, "loss": loss, "held_out": held_out if math.isfinite(held_out) else None}
+    return {**numbers, "loss": loss, "held_out": held_out if math.isfinite(held_out) else None}
 
 
-def _parameters(model: nn.Module) -> str:
-    named = ((name, p.detach().cpu().contiguous().flatten()) for name, p in model.named_parameters() if p.numel())
-    return _digest(*(part for name, p in named for part in (name.encode(), p.view(torch.uint8).numpy().tobytes())))
-
-
-def _digest(*parts: bytes) -> str:
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(part)
-    return total.hexdigest()[:16]
+def _numbers(model: nn.Module) -> dict[str, float]:
+    """The norm of all parameters, and their sum by the cosine of their place, which tells their order apart."""
+    squares = along = begin = 0.0
+    for p in model.parameters():
+        x = p.detach().to("cpu", torch.float64).flatten()
+        squares += float(x.square().sum())
+        along += float(x @ torch.arange(begin, begin + len(x), dtype=torch.float64).cos())
+        begin += len(x)
+    return {"norm": math.sqrt(squares), "along": along}
 
 
 def _source(build: Build) -> str | None:
@@ -103,13 +106,21 @@ def _source(build: Build) -> str | None:
 
 def _check(outcome: Outcome, now: Mapping[str, Any], log: Path) -> None:
     cell, then = outcome.cell, outcome.provenance
-    for mark, what in zip(MARKS, (f"start of {cell.task}", f"source of {cell.arm}"), strict=True):
+    for mark, of in zip(MARKS, (f"start of {cell.task}", f"source of {cell.arm}"), strict=True):
         if mark in then and mark in now and not _alike(then[mark], now[mark]):
             raise ValueError(
                 f"A log must hold runs of the task and the optimizers that are there now: {log} has one of {cell.arm} "
-                f"at lr {cell.lr:g} with seed {cell.seed}, made when the {what} was another ({then[mark]}, now "
-                f"{now[mark]}). Name another folder, or delete {log.name}; a task must depend on its seed alone."
+                f"at lr {cell.lr:g} with seed {cell.seed}, made when the {of} was another: "
+                f"{_difference(then[mark], now[mark])}. Name another folder, or delete {log.name}; a task must depend "
+                "on its seed alone."
             )
+
+
+def _difference(then: Any, now: Any) -> str:
+    if not isinstance(now, dict) or not isinstance(then, dict):
+        return f"{then}, now {now}"
+    other = [name for name, value in now.items() if not _alike(then.get(name), value)]
+    return "; ".join(f"{name} {then.get(name)}, now {now[name]}" for name in other)
 
 
 def _alike(then: Any, now: Any) -> bool:

@@ -97,6 +97,11 @@ def check_run(run: Any, task: str) -> None:
             f"The model of a run must be a torch.nn.Module: got {type(run.model).__name__} from {task}. Return "
             "Run(model, loss, held_out)."
         )
+    if not callable(run.loss) or not (run.held_out is None or callable(run.held_out)):
+        raise ValueError(
+            f"`loss` and `held_out` of a run must be functions: got {type(run.loss).__name__} and "
+            f"{type(run.held_out).__name__} from {task}. Return Run(model, lambda: ...)."
+        )
     if not trained_entries(run.model):
         raise ValueError(f"The model of a run must have parameters to train: got none from {task}. Unfreeze some.")
 

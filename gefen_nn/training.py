@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import cached_property
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor
@@ -129,7 +130,14 @@ def lr_factor(step: int, steps: int) -> float:
 
 @torch.no_grad()
 def judged(run: Run) -> float:
-    """The held-out loss of a run that has one; its model is left in evaluation mode."""
+    """The held-out loss of a run that has one; its model is left in evaluation mode.
+
+    Raises:
+        ValueError: If it is no number.
+    """
     assert run.held_out is not None
     run.model.eval()
-    return float(run.held_out())
+    loss: object = run.held_out()
+    if not isinstance(loss, SupportsFloat) or (isinstance(loss, Tensor) and loss.numel() != 1):
+        raise ValueError(f"`held_out` of a run must return a number: got {type(loss).__name__}. Return a float.")
+    return float(loss)

@@ -157,6 +157,8 @@ def flat(seed):
 UNFIT = {
     "a frozen model": (frozen, sgd, "parameters to train: got none from frozen"),
     "a model without parameters": (lambda seed: Run(nn.ReLU(), lambda: None), sgd, "parameters to train: got none"),
+    "a loss that is no function": (lambda seed: Run(linear(), torch.ones(())), sgd, "functions: got Tensor and None"),
+    "a held-out loss that is none": (lambda seed: line(seed)._replace(held_out=lambda: "1"), sgd, "number: got str"),
     "no model": (lambda seed: Run(3, lambda: None), sgd, "torch.nn.Module: got int"),
     "a loss that does not depend on the model": (flat, sgd, "got the loss 3 at each of"),
     "a number for a loss": (lambda seed: Run(linear(), lambda: 3.0), sgd, "differentiated: got float"),
