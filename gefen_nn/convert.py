@@ -24,6 +24,7 @@ from gefen_nn.optimizer import TransformOptimizer
 from gefen_nn.state_view import own_part
 
 Leaves = dict[str, Tensor]  # of one parameter, as in `optimizer.state`
+_EPS_OF_MUON = 1e-7  # of `gefen_muon`, whose own `eps` is its backup's
 _KEEP_SHAPE = ((1.0, 0.0, 0.0),)  # coefficients of an iteration that leaves a matrix as it is
 
 
@@ -34,8 +35,9 @@ def convert_state(source_state_dict: Source | Sequence[Source], optimizer: Trans
     codebook, which is learned from all of them unless it is learned already, or fixed. Second moments are averaged as
     each leaf's policy does; where its decay is warmed up they are stored with their bias corrected, because nothing
     corrects it later. Counts are taken over, and learning rate, betas, momentum, eps and weight decay where groups
-    carry them. What other stages of the expression keep stays as it is. With sharded parameters all processes call
-    this together.
+    carry them; what torch's Muon says of `nesterov`, `ns_coefficients`, `ns_steps`, `eps` and `adjust_lr_fn` must be
+    what a preset was built with, as of groups that are loaded. What other stages of the expression keep stays as it
+    is. With sharded parameters all processes call this together.
 
     Args:
         source_state_dict: `state_dict()` of the other optimizer; or a list of several, which had the parameters among
@@ -49,7 +51,8 @@ def convert_state(source_state_dict: Source | Sequence[Source], optimizer: Trans
 
     Raises:
         TypeError: for another package's optimizer.
-        CheckpointError: for a state dict of another kind, or names or shapes that do not fit.
+        CheckpointError: for a state dict of another kind, names or shapes that do not fit, or arguments of torch's Muon
+            that are not the optimizer's.
         GroupFailure: if another process refuses it.
 
     Example:
@@ -71,7 +74,7 @@ def convert_state(source_state_dict: Source | Sequence[Source], optimizer: Trans
     def read() -> tuple[Foreign, list[dict[str, Any]]]:
         foreign = read_foreign(source_state_dict, params, named="param_names" in first, regrouped="rule" in first)
         held = zip(target["param_groups"], members, strict=True)
-        return foreign, [_group(group, names, foreign) for group, names in held]
+        return foreign, [_group(optimizer, group, names, foreign) for group, names in held]
 
     foreign, values = together(read, agree.group_of(list(params.values())), "convert_state")
     ids = dict(zip(params, (i for group in target["param_groups"] for i in group["params"]), strict=True))
@@ -80,8 +83,12 @@ def convert_state(source_state_dict: Source | Sequence[Source], optimizer: Trans
     return {"state": {ids[name]: leaves for name, leaves in state.items()}, "param_groups": values}
 
 
-def _group(group: Mapping[str, Any], names: Sequence[str], foreign: Foreign) -> dict[str, Any]:
+def _group(
+    optimizer: TransformOptimizer, group: Mapping[str, Any], names: Sequence[str], foreign: Foreign
+) -> dict[str, Any]:
     """A group with what its parameters had in the other optimizer."""
+    for told in [foreign.settled[name] for name in names if foreign.settled.get(name)]:
+        _check_settled(optimizer, group, told)
     rows = [foreign.values[name] for name in names if name in foreign.values]
     for row in rows[1:]:
         if row != rows[0]:
@@ -90,6 +97,18 @@ def _group(group: Mapping[str, Any], names: Sequence[str], foreign: Foreign) -> 
                 "Group them as they were."
             )
     return {**group, **{key: x for key, x in (rows[0] if rows else {}).items() if key in group}}
+
+
+def _check_settled(optimizer: TransformOptimizer, group: Mapping[str, Any], told: Mapping[str, Any]) -> None:
+    """Refuse what a group of torch's Muon says otherwise than the optimizer's arguments."""
+    try:
+        optimizer.check_settled(told)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
+    if "rule" in group and told.get("eps", _EPS_OF_MUON) != _EPS_OF_MUON:
+        raise CheckpointError(
+            f"`eps` of Muon's part must be {_EPS_OF_MUON:g}: got {told['eps']!r}. Convert into `Muon`, which takes it."
+        )
 
 
 def _fill(

@@ -137,6 +137,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
         groups.check_keys(group, self.defaults, self._settled, type(self).__name__ if self.keys else "")
         groups.check_values(self._rebuild, group, self._keys, read=True)
 
+    def check_settled(self, told: Mapping[str, Any]) -> None:
+        """Raise `ValueError` for what another optimizer's group says otherwise of an argument that is one for all."""
+        own = {key: value for key, value in told.items() if key in self._settled}
+        groups.check_keys(own, self.defaults, self._settled, type(self).__name__)
+
     def _check_changes(self) -> None:
         """Refuse what was written into a group since the last step; tensors are not read."""
         known = self._checked + [{}] * len(self.param_groups)

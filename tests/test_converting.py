@@ -12,6 +12,7 @@ from gefen_nn import CheckpointError, Gefen, GefenMuon, Muon, convert_state, sav
 from gefen_nn.cli import main
 from gefen_nn.converting import convert_files
 from gefen_nn.dense_moments import adamw_state, dense_moments
+from tests.test_bad_input import refuse
 
 DATA = Path(__file__).parent / "data"
 MATRICES = ("1.weight", "2.weight")
@@ -91,7 +92,7 @@ def test_muon_takes_the_buffer_of_torchs_and_its_next_steps_follow(muon_and_adam
 
 def test_two_optimizers_of_torch_become_one_of_ours(muon_and_adamw):
     net, muon, rest = muon_and_adamw
-    target = GefenMuon(network())
+    target = GefenMuon(network(), adjust_lr_fn="original")
     target.load_state_dict(convert_state([muon.state_dict(), rest.state_dict()], target))
     found = dense_moments(target)
     for name, p in net.named_parameters():
@@ -106,6 +107,34 @@ BAD_SOURCES = {
     "no names": (lambda muon, rest: [muon, unnamed(rest)], "one of several optimizers"),
     "no second moment": (lambda muon, rest: [muon, momentum_alone(rest)], "must have `exp_avg`"),
 }
+
+
+TOLD = {
+    "adjust_lr_fn": ({}, lambda net: GefenMuon(net), "GefenMuon(adjust_lr_fn=...)"),
+    "adjust_lr_fn of the source": (
+        {"adjust_lr_fn": "match_rms_adamw"},
+        lambda net: GefenMuon(net, adjust_lr_fn="original"),
+        "`adjust_lr_fn` must be",
+    ),
+    "nesterov": ({"nesterov": False}, lambda net: GefenMuon(net, adjust_lr_fn=None), "GefenMuon(nesterov=...)"),
+    "ns_steps": ({"ns_steps": 4}, lambda net: GefenMuon(net, adjust_lr_fn=None), "GefenMuon(ns_steps=...)"),
+    "coefficients": (
+        {"ns_coefficients": (3.0, -4.0, 2.0)},
+        lambda net: GefenMuon(net, adjust_lr_fn=None),
+        "`ns_coefficients` must be",
+    ),
+    "eps of a part": ({"eps": 1e-6}, lambda net: GefenMuon(net, adjust_lr_fn=None), "`eps` of Muon's part must be"),
+    "eps": ({"eps": 1e-6}, lambda net: Muon(named(net, True)), "Muon(eps=...)"),
+}
+
+
+@pytest.mark.parametrize(("told", "make", "words"), TOLD.values(), ids=TOLD)
+def test_what_torchs_muon_was_told_otherwise_is_refused_as_in_loaded_groups(told, make, words, muon_and_adamw):
+    _, muon, rest = muon_and_adamw
+    source, target = muon.state_dict(), make(network())
+    source = {**source, "param_groups": [{**group, **told} for group in source["param_groups"]]}
+    sources = [source, rest.state_dict()] if isinstance(target, GefenMuon) else source
+    refuse(CheckpointError, lambda: convert_state(sources, target), words)
 
 
 def unnamed(state):
