@@ -20,6 +20,7 @@ from gefen_fn.state_io import state_bytes
 from gefen_nn import checkpoint
 from gefen_nn.demo_data import Text, batch_at
 from gefen_nn.demo_model import Decoder, next_byte_loss
+from gefen_nn.errors import CheckpointError
 from gefen_nn.muon import GefenMuon
 from gefen_nn.presets import Gefen
 from gefen_nn.training import lr_factor, take_step
@@ -154,8 +155,15 @@ def load_run(path: Path, mesh: DeviceMesh | None = None) -> Run:
     Returns:
         A run at the saved step, with no losses yet.
     """
-    checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
-    run = Run(checkpoint["name"], Settings(**checkpoint["settings"]), mesh)
+    with path.open("rb") as stream:
+        try:
+            checkpoint: dict[str, Any] = torch.load(stream, weights_only=True)
+            run = Run(checkpoint["name"], Settings(**checkpoint["settings"]), mesh)
+        except Exception as error:  # a pickle that is damaged may raise anything
+            raise CheckpointError(
+                f"A demo is resumed from a file that `gefen demo` wrote half-way: got {type(error).__name__} of "
+                f"{str(path)!r}. Run `gefen demo`."
+            ) from error
     set_model_state_dict(run.model, checkpoint["model"], options=StateDictOptions(full_state_dict=True))
     run.optimizer.load_state_dict(checkpoint["optimizer"])
     run.scheduler.load_state_dict(checkpoint["scheduler"])

@@ -162,3 +162,9 @@ def test_a_picture_without_matplotlib_is_refused_before_a_command_begins(tmp_pat
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["lr-find", "--task", "m:t", "--plot", str(tmp_path / "it.png")]) == 2
     assert "needs matplotlib: got none installed" in capsys.readouterr().err
+
+
+def test_a_demo_is_not_resumed_from_another_file(tmp_path, capsys):
+    (tmp_path / "it.pt").write_text("garbage")
+    assert main(["demo-resume", str(tmp_path / "it.pt"), str(tmp_path / "out.pt")]) == 1
+    assert "a file that `gefen demo` wrote half-way: got UnpicklingError" in capsys.readouterr().err
