@@ -130,8 +130,7 @@ def is_to_learn(codebook: Any, stage: Any) -> bool:
 
 
 def _is_learned(stage: Any) -> bool:
-    learned = torch.func.debug_unwrap(stage.learned, recurse=True) if under_vmap() else stage.learned
-    return bool(learned.all())
+    return bool(torch.func.debug_unwrap(stage.learned, recurse=True).all())
 
 
 def _is_coded(stage: Any) -> bool:
