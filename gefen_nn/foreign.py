@@ -14,6 +14,7 @@ from gefen_nn.errors import CheckpointError
 
 _VALUES = ("lr", "betas", "eps", "weight_decay")
 _MUON_VALUES = ("lr", "weight_decay", "momentum")
+_MUON_SETTLED = ("nesterov", "ns_coefficients", "ns_steps", "eps", "adjust_lr_fn")
 
 Source = Mapping[str, Any]
 
@@ -35,10 +36,17 @@ class Moments(NamedTuple):
 
 
 class Foreign(NamedTuple):
-    """A state dict of another package by parameter name: moments, of those that had any, and values of their group."""
+    """A state dict of another package by parameter name.
+
+    Attributes:
+        moments: of parameters that had any.
+        values: of their group.
+        settled: what a group of torch's Muon says of arguments that are one for all groups of ours; empty of others.
+    """
 
     moments: dict[str, Moments]
     values: dict[str, dict[str, Any]]
+    settled: dict[str, dict[str, Any]]
 
 
 def read_foreign(
@@ -79,7 +87,8 @@ def _read(source: Source, names: Mapping[Any, str], params: Mapping[str, Tensor]
             name = names[i]
             read = _read_gefen_x if "gefen_codebook" in source else _read_muon if _is_muon(owners[name]) else _read_adam
             moments[name] = read(name, leaves, params[name], values[name], source)
-    return Foreign(moments, values)
+    settled = {name: {k: x for k, x in group.items() if k in _MUON_SETTLED} for name, group in owners.items()}
+    return Foreign(moments, values, {name: x if _is_muon(owners[name]) else {} for name, x in settled.items()})
 
 
 def _is_muon(group: Mapping[str, Any]) -> bool:
