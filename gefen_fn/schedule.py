@@ -6,14 +6,13 @@ it on the host. Both give the same value. Signatures and meaning are optax's.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gefen_fn.base import Schedule
-from gefen_fn.scalar import Scalar, came, check_scalar
+from gefen_fn.scalar import Scalar, came, check_scalar, is_number
 
 
 def _on_counts(name: str, f: Callable[[Tensor], Tensor]) -> Schedule:
@@ -29,7 +28,7 @@ def _on_counts(name: str, f: Callable[[Tensor], Tensor]) -> Schedule:
 
 
 def _check_steps(name: str, steps: Any, low: float) -> None:
-    if not isinstance(steps, Real) or isinstance(steps, bool) or not steps >= low:
+    if not is_number(steps) or isinstance(steps, Tensor) or not steps >= low:
         rule = f"must be a number of steps{'' if low == -math.inf else f', at least {low}'}"
         raise ValueError(f"`{name}` {rule}: got {came(steps)}. Write an int; it counts the optimizer's steps.")
 
