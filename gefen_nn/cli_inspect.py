@@ -11,6 +11,7 @@ from gefen_nn.inspecting import inspect_checkpoint
 HELP = "say what is in a checkpoint, and whether it is sound"
 _EPILOG = """PATH is a folder of gefen_nn.save or of torch.distributed.checkpoint, or a file of torch.save with an
 optimizer's state dict, alone or among others. The exit code is 1 if something in it is damaged.
+Nothing that it holds is run. Parameters without state are named, and are no fault: frozen ones have none.
 
 "at ends" and "at zero" are shares of the codes. In each block the largest entry lies at an end, so
 1/block of them (0.39 % of 256) is the least; much more means that few entries carry the block.

@@ -268,6 +268,32 @@ def test_the_command_says_why_it_cannot(arguments, words, files, tmp_path, capsy
     assert words in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
+def leaf(**values):
+    return lambda state: state["state"][0].update(values)
+
+
+NAN = float("nan")
+DAMAGED = {
+    "a moment that is text": ("adamw.pt", leaf(exp_avg_sq="x"), "must be a tensor with data: got a str"),
+    "a step that is NaN": ("adamw.pt", leaf(step=NAN), "must count from 1 upwards: got nan"),
+    "no parameters": ("adamw.pt", lambda state: (state["state"].clear(), state["param_groups"].clear()), "any"),
+    "one beta": ("adamw.pt", lambda state: state["param_groups"][0].update(betas=(0.9,)), "must be two numbers"),
+    "a codebook in two axes": ("gefen_x.pt", lambda state: state.update(gefen_codebook=torch.eye(2)), "must be sorted"),
+    "codes that are floats": ("gefen_x.pt", leaf(m_codebook=torch.ones(6, 1024)), "must be uint8 rows"),
+    "magnitudes that are cut": ("gefen_x.pt", leaf(m_magnitude=torch.ones(5, 1)), "with 5 magnitudes"),
+}
+
+
+@pytest.mark.parametrize(("source", "damage", "words"), DAMAGED.values(), ids=DAMAGED)
+def test_damaged_state_is_refused_in_words(source, damage, words, files, tmp_path, capsys):
+    state = torch.load(files / source, weights_only=True)
+    damage(state)
+    torch.save(state, tmp_path / "it.pt")
+    model = ["--model", "tests.test_converting:of_gefen_x"] * (source == "gefen_x.pt")
+    assert main(["convert", str(tmp_path / "it.pt"), str(tmp_path / "out.pt"), *model]) == 1
+    assert words in capsys.readouterr().err and not (tmp_path / "out.pt").exists()
+
+
 def test_no_file_is_overwritten(files, tmp_path, capsys):
     (tmp_path / "out.pt").touch()
     assert main(["convert", str(files / "adamw.pt"), str(tmp_path / "out.pt")]) == 2
