@@ -18,18 +18,18 @@ report = pytest.mark.parametrize("folder", REPORTS, ids=lambda folder: folder.na
 
 @cache
 def judged(folder):
-    """The plan of a report with the arms that three seeds or more have been run with, and their rows by name."""
+    """The comparison of a report with the arms that three seeds or more have been run with, and their rows by name."""
     found = read(folder / "runs.jsonl")
     arms = tuple(dict.fromkeys(["adamw", *(cell.arm for cell in found)]))
-    plan = Comparison(folder.name.replace("-b2-", ", b2 "), arms, seeds=8, steps=300).finished(found, least=3)
-    return plan, {row.arm: row for row in rows_of(plan, found)}
+    comparison = Comparison(folder.name.replace("-b2-", ", b2 "), arms, seeds=8, steps=300).finished(found, least=3)
+    return comparison, {row.arm: row for row in rows_of(comparison, found)}
 
 
 @report
 def test_a_table_is_that_of_its_raw_log_with_seeds_and_provenance_i6(folder):
-    plan, rows = judged(folder)
+    comparison, rows = judged(folder)
     shown = (folder / "compare.txt").read_text()
-    assert sorted(text(plan, list(rows.values()), 0.1).split()) == sorted(shown.split())
+    assert sorted(text(comparison, list(rows.values()), 0.1).split()) == sorted(shown.split())
     found = read(folder / "runs.jsonl")
     assert all(run.held_out is None or len(run.losses) == 300 for run in found.values())
     assert all(run.provenance["commit"] for run in found.values())
