@@ -19,7 +19,7 @@ from gefen_fn.tree import StructureError, Tree, check_tensors, map_update, reada
 
 _QUERY = re.compile(r"q|query|wq|to_q|q_proj|query_proj", re.IGNORECASE)
 _KEY = re.compile(r"k|key|wk|to_k|k_proj|key_proj", re.IGNORECASE)
-_LEAST_FACTOR = 2.0**-24  # of one step: other query heads of the key are divided by its root, in fp16 at the least
+_LEAST_FACTOR = 2.0**-24  # in one step: other query heads of that key grow by one over its root, which fp16 must hold
 _FUSED = re.compile(r"qkv|wqkv|to_qkv|qkv_proj|in_proj_(weight|bias)", re.IGNORECASE)
 
 

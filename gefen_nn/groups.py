@@ -201,7 +201,7 @@ def check_values(rebuild: Callable[[dict[str, Any]], Any], group: Mapping[str, A
         try:
             rebuild({name: _plain(x, read) for name, x in zip(names, parts, strict=True)})
         except (TypeError, ValueError) as error:
-            raise ValueError(f"`{key}` of a group: {error}") from error
+            raise ValueError(f"`{key}`: {error}") from error
 
 
 def _no_number(key: str, count: int, value: Any) -> str:

@@ -506,7 +506,7 @@ REFUSED = {
         ValueError,
         "got 'lm_haed.weight'.*Did you mean 'lm_head.weight'",
     ),
-    "a rate": (lambda: GefenMuon(net(), muon_lr=-1.0), ValueError, "`lr` of a group.*-1.0"),
+    "a rate": (lambda: GefenMuon(net(), muon_lr=-1.0), ValueError, "`muon_lr`.*-1.0"),
     "a momentum": (lambda: GefenMuon(net(), momentum=1.0), ValueError, "momentum"),
     "an odd key": (
         lambda: GefenMuon([{"params": net().named_parameters(), "dampening": 0.1}]),
