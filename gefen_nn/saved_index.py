@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gefen_fn.tree import list_names
@@ -80,17 +81,40 @@ def read_index(text: Any) -> Index:
     try:
         whole = json.loads(text)
         version = whole["format_version"]
-    except (TypeError, KeyError, ValueError):
-        raise CheckpointError(
-            "A checkpoint must hold the `index` that this package writes: got none, or a damaged one. Load what "
-            "`gefen_nn.save`, `OptimizerState` or `StateTree` saved, under the same name."
-        ) from None
+    except (TypeError, KeyError, ValueError, RecursionError):
+        raise _damaged() from None
     if version != groups.FORMAT_VERSION:
         raise CheckpointError(f"`format_version` must be {groups.FORMAT_VERSION}: got {version}. Update the package.")
-    params = {name: tuple(shape) for name, shape in whole["params"].items()}
-    leaves = {key: IndexedLeaf(owner, dtype, tuple(shape)) for key, (owner, dtype, shape) in whole["leaves"].items()}
     told = json.dumps(whole.get("rules", {}))  # where older packages wrote what now is in the groups
-    return Index(params, leaves, [{"kept_as": told, **group} for group in whole["groups"]])
+    try:
+        params = {name: _lengths(shape) for name, shape in whole["params"].items()}
+        leaves = {key: _leaf(*row) for key, row in whole["leaves"].items()}
+        rows = [{"kept_as": told, **group} for group in whole["groups"]]
+        known = all(isinstance(name, str) for group in rows for name in group["params"])
+    except (AttributeError, TypeError, KeyError, ValueError):
+        raise _damaged() from None
+    if not known:
+        raise _damaged()
+    return Index(params, leaves, rows)
+
+
+def _damaged() -> CheckpointError:
+    return CheckpointError(
+        "A checkpoint must hold the `index` that this package writes: got none, or a damaged one. Load what "
+        "`gefen_nn.save`, `OptimizerState` or `StateTree` saved, under the same name."
+    )
+
+
+def _lengths(shape: Sequence[int]) -> tuple[int, ...]:
+    if not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError
+    return tuple(shape)
+
+
+def _leaf(owner: str | None, dtype: str, shape: Sequence[int]) -> IndexedLeaf:
+    if not isinstance(getattr(torch, dtype), torch.dtype) or not isinstance(owner, str | None):
+        raise ValueError
+    return IndexedLeaf(owner, dtype, _lengths(shape))
 
 
 def check_params(

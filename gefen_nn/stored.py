@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gefen_fn.tree import readable
+from gefen_fn.tree import list_names, readable
 from gefen_nn import folders
 from gefen_nn.checkpoint import check_form, same_bits
 from gefen_nn.errors import CheckpointError
@@ -245,6 +245,11 @@ def _read_folder(path: Path, key: str | None) -> Stored:
     name = _choose(path, found, key)
     index = read_index(loaded(folder, {found[name]: ""})[found[name]])
     leaves = tuple(_of_index(f"{name}.state.", index))
+    absent = [leaf.key for leaf in leaves if leaf.key not in tensors]
+    if absent:
+        raise CheckpointError(
+            f"A folder must hold what its index lists: got none of {list_names(tensors=absent)}. Load an older one."
+        )
     own = sum(sizes[leaf.key] for leaf in leaves)
     kind = "a folder of gefen_nn.save" if folders.is_complete(folder) else "a folder of torch.distributed.checkpoint"
     return Stored(kind, index.params, leaves, index.groups, sum(sizes.values()) - own, fetch)

@@ -331,6 +331,30 @@ def test_the_root_is_no_checkpoint(capsys):
     assert "must be a checkpoint that `gefen_nn.save` wrote" in capsys.readouterr().err
 
 
+INDICES = {
+    "no text": 5,
+    "no JSON": "{",
+    "JSON in JSON": "[" * 100_000,
+    "parts of another kind": json.dumps({"format_version": 1, "params": [], "leaves": 5, "groups": {}}),
+    "a shape below 0": json.dumps({"format_version": 1, "params": {"w": [-1]}, "leaves": {}, "groups": []}),
+    "a dtype that is none": json.dumps(
+        {"format_version": 1, "params": {}, "leaves": {"a.b": [None, "nn", []]}, "groups": []}
+    ),
+    "leaves that are not there": json.dumps(
+        {"format_version": 1, "params": {}, "leaves": {"a.b": [None, "uint8", [2]]}, "groups": []}
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # as above
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_an_index_that_is_damaged_is_refused_in_words(index, tmp_path, capsys):
+    dcp.save({"optimizer": {"index": index, "x": torch.ones(2)}}, checkpoint_id=tmp_path / "it")
+    assert main(["inspect", str(tmp_path / "it")]) == 1
+    err = capsys.readouterr().err
+    assert "must hold the `index`" in err or "must hold what its index lists" in err
+
+
 class Planted:
     """Runs when it is unpickled."""
 
