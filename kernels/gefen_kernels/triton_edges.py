@@ -80,7 +80,7 @@ def _launch(rows: list[tuple[int, int, int, int, int]], grad: str, align: int, d
     return Launch(
         strip_kernel,
         len(owner),
-        moved(torch.tensor(rows, dtype=torch.int64), device),
+        moved(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
         moved(owner, device),
         None,
         warps_for(count * _SPAN, align),

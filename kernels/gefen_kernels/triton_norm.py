@@ -89,7 +89,7 @@ def _launch(rows: list[tuple[int, int, int, int]], grad: str, align: int, width:
     return Launch(
         square_kernel,
         len(owner),
-        moved(torch.tensor(rows, dtype=torch.int64), device),
+        moved(torch.tensor(rows, dtype=torch.int64, device="cpu"), device),
         moved(owner, device),
         torch.empty(len(owner), dtype=torch.float64, device=device),
         warps_for(entries, align),

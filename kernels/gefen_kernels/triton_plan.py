@@ -78,7 +78,7 @@ class Gradients:
         contiguous = [g.contiguous() for g in grads]
         pairs = zip(contiguous, self.aligned, strict=True)
         self.read = [g.clone() if aligned and g.data_ptr() % 16 else g for g, aligned in pairs]
-        addresses = torch.tensor([g.data_ptr() for g in self.read], dtype=torch.int64)
+        addresses = torch.tensor([g.data_ptr() for g in self.read], dtype=torch.int64, device="cpu")
         if not torch.equal(addresses, self.staged):
             # Not in the old staging memory, which the GPU may still have to read.
             self.staged = addresses.pin_memory() if self.addresses.is_cuda else addresses
@@ -163,7 +163,7 @@ def plan_step(leaves: Sequence[Leaf]) -> Plan:
 
 def unknown(count: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Room for so many addresses on the device and on the host."""
-    staged = torch.zeros(count, dtype=torch.int64)
+    staged = torch.zeros(count, dtype=torch.int64, device="cpu")
     return staged.to(device), staged
 
 
@@ -354,7 +354,7 @@ def _launch(group: _Group, kernel: Any, counts: list[int], entries: int) -> Laun
     return Launch(
         kernel,
         sum(counts),
-        moved(torch.tensor(group.rows, dtype=torch.int64), group.device),
+        moved(torch.tensor(group.rows, dtype=torch.int64, device="cpu"), group.device),
         moved(owners(counts), group.device),
         None,
         warps_for(entries, int(group.types["ALIGN"])),
@@ -364,9 +364,10 @@ def _launch(group: _Group, kernel: Any, counts: list[int], entries: int) -> Laun
 
 def owners(counts: list[int]) -> Tensor:
     """Each program's leaf and its number among that leaf's: int32 `[programs, 2]`, for so many programs of each."""
-    number = torch.tensor(counts)
+    number = torch.tensor(counts, device="cpu")
     leaf = torch.repeat_interleave(number)
-    return torch.stack([leaf, torch.arange(len(leaf)) - (number.cumsum(0) - number)[leaf]], 1).to(torch.int32)
+    inside = torch.arange(len(leaf), device="cpu") - (number.cumsum(0) - number)[leaf]
+    return torch.stack([leaf, inside], 1).to(torch.int32)
 
 
 def warps_for(entries: int, align: int) -> int:
