@@ -1,5 +1,6 @@
 """What the page of results shows comes from the raw logs beside it."""
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from gefen_nn.compare_log import read
 from gefen_nn.compare_report import text
 from gefen_nn.compare_stats import rows_of
 
+PAGE = Path(__file__).parents[1] / "notebooks" / "results.md"
+STEPS = Path(__file__).parent / "benchmarks" / "reports" / "steps"
 QUALITY = Path(__file__).parent / "benchmarks" / "reports" / "quality"
 REPORTS = sorted(folder for folder in QUALITY.iterdir() if folder.is_dir())
 DEFAULT = "128x256 warm"
@@ -69,3 +72,18 @@ def test_gefen_muon_is_as_good_as_torchs_muon_on_text():
         rows = judged(QUALITY / f"{task}-b2-0.999")[1]
         ours, theirs, adamw = (rows[name].own.mean for name in ("gefen_muon", "torch muon", "adamw"))
         assert abs(ours - theirs) < 0.012 and ours < adamw - ahead
+
+
+def test_the_times_of_steps_on_the_page_are_those_of_the_run():
+    fp32, bf16 = (
+        json.loads((STEPS / "33m" / "bench.json").read_text())["dtypes"][of]["arms"] for of in ("fp32", "bf16")
+    )
+    lines = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.count(" | ") == 6]
+    told = sorted([float(cell.split()[0]) for cell in line[1:6]] for line in lines[1:])
+    measured = [name for name, run in fp32.items() if "reason" not in run]
+    found = [
+        [x["median"] for x in (run["step_ns"], run["ratio"], half["step_ns"], half["ratio"], run["first_step_s"])]
+        for run, half in ((fp32[name], bf16[name]) for name in measured)
+    ]
+    assert len(told) == len(found) == 7
+    assert all(row == pytest.approx(run, rel=0.02) for row, run in zip(told, sorted(found), strict=True))
