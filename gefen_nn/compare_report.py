@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from gefen_fn.text import table
+from gefen_nn import console
 from gefen_nn.compare import Comparison
 from gefen_nn.compare_marks import MARKS
 from gefen_nn.compare_picture import draw
@@ -33,7 +33,7 @@ def publish(
     """
     rows = rows_of(comparison, found)
     shown = text(comparison, rows, jump)
-    values = json.dumps(plain(comparison, rows, found, jump), indent=1, allow_nan=False)
+    values = console.as_json(plain(comparison, rows, found, jump), indent=1)
     (out / "compare.txt").write_text(shown + "\n")
     (out / "compare.json").write_text(values + "\n")
     print(values if as_json else shown)
@@ -128,26 +128,18 @@ def plain(
         known = {k: v for k, v in outcome.provenance.items() if k not in (*MARKS, "ended", "load")}
         versions += [] if known in versions else [known]
     arms = {row.arm: _plain_row(row, threshold) for row in rows}
-    return {
-        "comparison": {**comparison._asdict(), "arms": list(comparison.arms)},
-        "jump": threshold,
-        "made_by": versions,
-        "arms": arms,
-    }
+    told: dict[str, Any] = console.plain(
+        {"comparison": comparison._asdict(), "jump": threshold, "made_by": versions, "arms": arms}
+    )
+    return told
 
 
 def _plain_row(row: ArmResult, threshold: float) -> dict[str, Any]:
     judged = {name: _plain_losses(getattr(row, name), threshold) for name in ("own", "shared", "twice")}
-    sweep = {f"{lr:g}": _finite(loss) for lr, loss in row.sweep.items()}
-    return {**row._asdict(), **judged, "sweep": sweep}
+    return {**row._asdict(), **judged, "sweep": {f"{lr:g}": loss for lr, loss in row.sweep.items()}}
 
 
 def _plain_losses(losses: Losses, threshold: float) -> dict[str, Any]:
-    lists = {name: [_finite(x) for x in getattr(losses, name)] for name in ("by_seed", "differences", "rises")}
-    numbers = {name: _finite(getattr(losses, name)) for name in ("mean", "difference", "error")}
+    known = ("lr", "by_seed", "differences", "rises", "mean", "difference", "error")
     counts = {"not_worse": losses.not_worse(), "jumps": losses.jumps(threshold)}
-    return {"lr": losses.lr, **lists, **numbers, **counts}
-
-
-def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None
+    return {**{name: getattr(losses, name) for name in known}, **counts}

@@ -41,17 +41,18 @@ def aside() -> AbstractContextManager[Any]:
 
 def as_json(value: Any, indent: int | None = None) -> str:
     """A command's answer as JSON; it has no number that is not finite, so null stands for one."""
-    return json.dumps(_plain(value), indent=indent, allow_nan=False, default=str)
+    return json.dumps(plain(value), indent=indent, allow_nan=False, default=str)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Lists, dictionaries and numbers as JSON has them: None for a number that is not finite, and for a meta tensor."""
     if isinstance(value, Tensor):
-        return None if value.is_meta else _plain(value.tolist())
+        return None if value.is_meta else plain(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(x) for key, x in value.items()}
-    return [_plain(x) for x in value] if isinstance(value, (list, tuple)) else value
+        return {str(key): plain(x) for key, x in value.items()}
+    return [plain(x) for x in value] if isinstance(value, (list, tuple)) else value
 
 
 def size(number: float) -> str:

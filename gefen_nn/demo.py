@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from gefen_kernels.ops import warm_up
+from gefen_nn import console
 from gefen_nn.demo_data import Text, standard_library_text
 from gefen_nn.demo_picture import draw
 from gefen_nn.demo_report import announce, progress_bars, show
@@ -149,10 +149,10 @@ def _call_resume(checkpoint: Path, result: Path) -> None:
 
 
 def _publish(report: dict[str, Any], out: Path, as_json: bool) -> None:
-    (out / "demo.json").write_text(json.dumps(report, indent=1) + "\n")
+    (out / "demo.json").write_text(console.as_json(report, indent=1) + "\n")
     draw(report, out / "demo.png")
     if as_json:
-        print(json.dumps(report))
+        print(console.as_json(report))
         return
     show(report)
     megabytes = (out / _CHECKPOINT).stat().st_size / 1e6
